@@ -1,0 +1,1 @@
+"""The pure logic: no I/O, no clock reads, standard library and numpy only."""
