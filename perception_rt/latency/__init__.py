@@ -1,0 +1,1 @@
+"""What happened to every frame: recorded, counted, and stated with its uncertainty."""
