@@ -1,0 +1,1 @@
+"""Sources of frames and the newest-frame slot."""

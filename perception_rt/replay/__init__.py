@@ -1,0 +1,1 @@
+"""Playing recordings through the detector without nodes."""
