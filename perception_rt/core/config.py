@@ -91,7 +91,9 @@ class WorkerConfig:
         max_det: most detections in one message.
         frame_skip: REPLACED is then by wish, not a miss.
         warmup_runs: runs of every segment before ready, at least 50.
-        backend: ``onnxruntime``; ``test.MODULE:CLASS`` loads a test double.
+        first_exit_runs: runs of the first exit, where its p99 is wanted from more runs than
+            ``warmup_runs``.
+        backend: ``onnxruntime``; ``module:Class`` loads another class with its signature.
         intra_op_threads: threads of the network on CPU.
         state_fd: file descriptor of the shared state.
         record_fd: file descriptor of a record ring, -1 without.
@@ -110,6 +112,7 @@ class WorkerConfig:
     max_det: int = 100
     frame_skip: bool = False
     warmup_runs: int = 60
+    first_exit_runs: int = 0
     backend: str = "onnxruntime"
     intra_op_threads: int = 1
     state_fd: int = -1

@@ -14,7 +14,7 @@ from math import ceil
 from perception_rt.core.errors import UsageError
 from perception_rt.core.frame import MAX_SEGMENTS, STAGE_COUNT, Stage, stage_name
 
-RELAX_AFTER = 16
+RELAX_AFTER = 8
 """Refusals of a deeper segment in a row after which its largest duration is forgotten."""
 RELAX_AFTER_FIRST = 2
 """The same for the first segment: each refusal is a frame without an answer."""

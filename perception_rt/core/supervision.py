@@ -282,7 +282,7 @@ class Supervisor:
             since_beat_ns = now_ns - max(self._beat_ns, self._blind_ns)
             if since_beat_ns >= config.lost_heartbeats * config.heartbeat_period_ns:
                 self._expire(Cause.ALIVE, f"no heartbeat for {since_beat_ns // NS_PER_MS} ms")
-            elif not self._lagging:
+            else:
                 self._find_faults(now_ns, since_beat_ns)
                 self._judge()
         self._events = _NO_CAUSE

@@ -36,9 +36,11 @@ def warm_up(
     state: SharedState,
     max_det: int,
     runs: int,
+    first_exit_runs: int,
     clock: Clock,
 ) -> int:
-    """Run every stage ``runs`` times and give the latency model its priors.
+    """Run every stage ``runs`` times, the first exit at least ``first_exit_runs`` times, and give
+    the latency model its priors.
 
     Where the source has no sample to decode (a topic), grey frames of 1280x720 are used and
     decoding counts as 0.
@@ -55,8 +57,8 @@ def warm_up(
     samples: dict[int, list[int]] = {Stage.PREPROCESS: [], Stage.POSTPROCESS: []}
     samples.update({Stage.SEGMENT_0 + k: [] for k in range(backend.exit_count)})
     decode: list[int] = []
-    state.warmup_total = runs
-    for done in range(runs):
+    state.warmup_total = total = max(runs, first_exit_runs)
+    for done in range(total):
         run_start_ns = start_ns = clock.now()
         if source.sample(buffer):
             decode.append(clock.now() - start_ns)
@@ -66,7 +68,7 @@ def warm_up(
         backend.begin(buffer.image)
         _wait_ready(backend, PREPROCESS, clock)
         samples[Stage.PREPROCESS].append(_duration(backend, PREPROCESS))
-        for k in range(backend.exit_count):
+        for k in range(backend.exit_count if done < runs else 1):
             backend.launch(k)
             _wait_ready(backend, k, clock)
             samples[Stage.SEGMENT_0 + k].append(_duration(backend, k))
@@ -83,7 +85,7 @@ def warm_up(
                 samples[Stage.POSTPROCESS].append(clock.now() - start_ns)
         state.warmup_done = done + 1
         time.sleep((clock.now() - run_start_ns) * _REST / NS_PER_S)
-    publish = publisher.warm_up(detections, runs)
+    publish = publisher.warm_up(detections, total)
     for stage, values in samples.items():
         model.prior(stage, values)
     model.prior(Stage.PUBLISH, publish)
@@ -99,7 +101,7 @@ def warm_up(
             ),
         )
     )
-    return first_exit[min(-(-99 * (runs + 1) // 100), runs) - 1]
+    return first_exit[min(-(-99 * (total + 1) // 100), total) - 1]
 
 
 def _wait_ready(backend: Backend, k: int, clock: Clock) -> None:

@@ -170,6 +170,7 @@ class Worker:
             state,
             config.max_det,
             config.warmup_runs,
+            config.first_exit_runs,
             self.clock,
         )
         self._capture_has_rights.wait()

@@ -32,6 +32,7 @@ DURATIONS = st.integers(0, 10**9)
         (9, 0.5, 5),
         (10, 0.9, 10),
         (19, 0.9, 18),
+        (99, 0.55, 55),  # 0.55 * 100 is above 55 in floating point
     ],
 )
 def test_value_is_the_order_statistic_of_the_definition(n, quantile, expected):

@@ -58,7 +58,7 @@ def test_busy_time_is_paid_back_at_the_cap():
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=50, max_size=300))
 def test_never_above_the_cap_over_a_long_run(steps):
-    """A caller that only launches what fits never keeps the backend busy for more than cap + burst."""
+    """Who launches only what fits is never busy for more than the cap and one burst."""
     o = Occupancy()
     now = busy = 0
     for idle_ms, run_ms in steps:

@@ -427,6 +427,14 @@ def test_expired_is_held_however_well_it_goes():
         assert (result.state, result.causes, result.permit) == (State.EXPIRED, Cause.ALIVE, False)
 
 
+def test_expired_keeps_what_led_to_it():
+    scene = expired()
+    for _ in range(3):
+        result = scene.step(LATE, source_state=SourceState.LOST)
+    assert (result.causes, result.reason) == (Cause.ALIVE, "no heartbeat for 60 ms")
+    assert result.consecutive_misses == 3
+
+
 def test_deactivate_and_activate_resets_with_a_new_grace():
     scene = expired()
     for _ in range(3):
@@ -589,6 +597,40 @@ def test_frames_lost_by_own_lag_are_counted_and_not_blamed():
     results = [scene.step() for _ in range(20)]
     assert {r.state for r in results} == {State.OK}
     assert results[-1].lost_frames == 12
+
+
+def test_a_frame_reported_after_own_lag_that_gave_it_up_is_no_fault():
+    scene = Scene().running()
+    scene.beat()
+    scene.frame(frame_id=5)
+    scene.now += 200 * MS
+    assert scene.cycle(lateness_ns=200 * MS).state == State.SELF_LAG
+    scene.beat()
+    scene.frame(frame_id=4)
+    assert scene.cycle().state == State.OK
+
+
+def test_silence_is_counted_from_the_end_of_own_lag():
+    scene = Scene().running()
+    scene.now += 400 * MS
+    assert scene.cycle(lateness_ns=400 * MS).state == State.SELF_LAG
+    states = []
+    for _ in range(13):
+        scene.beat()
+        states.append(scene.cycle().state)
+    assert states == [State.OK] * 12 + [State.FAILED]
+
+
+def test_grace_is_counted_from_the_end_of_own_lag():
+    scene = Scene(grace_ns=100 * MS)
+    scene.beat()
+    scene.now += 400 * MS
+    assert scene.cycle(lateness_ns=400 * MS).state == State.SELF_LAG
+    states = []
+    for _ in range(6):
+        scene.beat()
+        states.append(scene.cycle().state)
+    assert states == [State.OK] * 5 + [State.FAILED]
 
 
 @pytest.mark.parametrize(

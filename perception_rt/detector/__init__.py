@@ -1,0 +1,1 @@
+"""The detector: a model in segments, preprocess, postprocess, and the backends that run it."""
