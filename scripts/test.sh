@@ -27,11 +27,11 @@ run() { # NAME COMMAND...
   local name=$1 began=$SECONDS rc=0; shift
   echo "== $name"
   "$@" || rc=$?
-  table+=("$(printf '%-18s %-7s %4d s' "$name" "$([ "$rc" -eq 0 ] && echo passed || echo FAILED)" $((SECONDS - began)))")
+  table+=("$(printf '%-26s %-7s %4d s' "$name" "$([ "$rc" -eq 0 ] && echo passed || echo FAILED)" $((SECONDS - began)))")
   [ "$rc" -eq 0 ] || failed=1
   return "$rc"
 }
-skip() { echo "== $1: skipped, $2"; table+=("$(printf '%-18s skipped        %s' "$1" "$2")"); }
+skip() { echo "== $1: skipped, $2"; table+=("$(printf '%-26s skipped        %s' "$1" "$2")"); }
 
 shell_syntax() { local script rc=0; for script in scripts/*.sh .ci/run; do bash -n "$script" || rc=1; done; return $rc; }
 
