@@ -6,7 +6,8 @@ Two bounds, both on segments behind the first (the first exit of a frame is neve
 * the frame after the next: whoever waits in the newest-frame slot when it arrives is REPLACED, so
   the backend must be free to take the next frame before that;
 * utilisation: the kernel throttles SCHED_FIFO threads above 0.95 of a second, so busy time is
-  capped at 0.9 by a token bucket.
+  capped at 0.9 by a token bucket. A segment may be launched while tokens are left, however long
+  it takes; what it overdraws is paid back before the next one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 from perception_rt.core.clock import NS_PER_MS
 
 UTILISATION_CAP = 0.9
-BURST_NS = 50 * NS_PER_MS
-"""Size of the bucket: the cap plus one full bucket stays at 0.95 of a second."""
+BURST_NS = 25 * NS_PER_MS
+"""Size of the bucket: busy time that an idle backend saves up."""
 _PERIOD_FRAMES = 32
 """Deliveries over which the camera's period is averaged."""
 
@@ -33,6 +34,7 @@ class Occupancy:
         self._burst_ns = burst_ns
         self._tokens_ns = burst_ns
         self._refilled_ns: int | None = None
+        self._busy_ns: int | None = None
         self._reference: tuple[int, int, int] = (-1, 0, 0)
         self._period_ns = 0
         self._stamp_ns = 0
@@ -61,18 +63,30 @@ class Occupancy:
         if frame_id - first_id >= _PERIOD_FRAMES:
             self._reference = (epoch, frame_id, stamp_ns)
 
-    def spend(self, end_ns: int, busy_ns: int) -> None:
-        """The backend was busy for ``busy_ns`` nanoseconds until ``end_ns``."""
-        self._refill(end_ns)
-        self._tokens_ns -= busy_ns
+    def launched(self, now_ns: int) -> None:
+        """The backend got work; no effect while it has some."""
+        if self._busy_ns is None:
+            self._refill(now_ns)
+            self._busy_ns = now_ns
 
-    def release_by_ns(self, now_ns: int) -> int:
-        """Instant by which a segment launched now must end to stay within both bounds."""
-        self._refill(now_ns)
-        by_ns = now_ns + self._tokens_ns
-        if self._period_ns:
-            by_ns = min(by_ns, self._stamp_ns + 2 * self._period_ns)
-        return by_ns
+    def idle(self, since_ns: int) -> None:
+        """The backend has ended its work at ``since_ns``; no effect while it has none."""
+        if self._busy_ns is not None:
+            self._tokens_ns -= since_ns - self._busy_ns
+            self._busy_ns = None
+            self._refill(since_ns)
+
+    def release_by_ns(self, now_ns: int) -> int | None:
+        """Instant by which a segment launched now must end to stay within both bounds: ``now_ns``
+        when none may be launched, None where nothing bounds it.
+        """
+        if self._busy_ns is None:
+            self._refill(now_ns)
+        if self._tokens_ns <= 0:
+            return now_ns
+        if self._period_ns == 0:
+            return None
+        return self._stamp_ns + 2 * self._period_ns
 
     def _refill(self, now_ns: int) -> None:
         if self._refilled_ns is None:

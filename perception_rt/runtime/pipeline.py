@@ -278,10 +278,7 @@ class DeadlineLoop:
             if launched < 0 and self._slot.pending:
                 record.outcome = Outcome.REPLACED
                 return launched
-            while finished < launched and backend.ready(finished + 1):
-                finished += 1
-                start_ns, end_ns = backend.span_ns(finished)
-                occupancy.spend(end_ns, end_ns - start_ns)
+            finished = self._follow(launched, finished)
             busy = launched < 0 and not self._observe_drained(now)
             launched_at_ns = backend.span_ns(finished + 1)[0] if finished < launched else 0
             decision = policy.decide(
@@ -299,26 +296,33 @@ class DeadlineLoop:
                     record.end_ns[Stage.QUEUE] = now
                 launched = decision.segment
                 backend.launch(launched)
+                occupancy.launched(now)
             elif decision.action == Action.WAIT:
                 until_ns = min(decision.until_ns, self._next_beat_ns)
                 if busy:
                     backend.drain(until_ns)
                 else:
                     backend.wait_until(until_ns)
-            elif decision.outcome is None:
-                raise AssertionError(f"a decision that ends a frame has an outcome: {decision}")
-            elif decision.action == Action.PUBLISH:
+            else:
+                assert decision.outcome is not None
                 self._draining = launched if launched > finished else _NOTHING
                 if decision.outcome == Outcome.EARLY:
                     self._model.refused(finished + 1)
-                self._answer(record, decision.segment, decision.outcome)
-                return launched
-            else:
-                self._draining = launched if launched > finished else _NOTHING
-                if decision.outcome == Outcome.EXPIRED and not busy:
+                elif decision.outcome == Outcome.EXPIRED and not busy:
                     self._model.refused(0)
                 record.outcome = decision.outcome
+                if decision.action == Action.PUBLISH:
+                    self._answer(record, decision.segment, decision.outcome)
                 return launched
+
+    def _follow(self, launched: int, finished: int) -> int:
+        """The deepest finished segment by now."""
+        backend = self._backend
+        while finished < launched and backend.ready(finished + 1):
+            finished += 1
+            if finished == launched:
+                self._occupancy.idle(backend.span_ns(finished)[1])
+        return finished
 
     def _answer(self, record: FrameRecord, k: int, outcome: Outcome) -> None:
         backend, model = self._backend, self._model
@@ -373,8 +377,9 @@ class DeadlineLoop:
             start_ns, end_ns = self._backend.span_ns(self._draining)
             if end_ns:
                 self._model.observe(Stage.SEGMENT_0 + self._draining, end_ns - start_ns)
-                self._occupancy.spend(end_ns, end_ns - start_ns)
+                self._occupancy.idle(end_ns)
             self._draining = _NOTHING
+        self._occupancy.idle(now_ns)
         if self._held is not None:
             self._slot.release(self._held)
             self._held = None

@@ -124,9 +124,7 @@ class SharedState:
     warmup_total = _Int(31)
     exit_count = _Int(32)
     error_code = _Int(33)
-    source_frames = _Int(34)
-    """Frames that the source will deliver in one pass, 0 where unknown."""
-    heartbeat_gap_max_ns = _Int(35)
+    heartbeat_gap_max_ns = _Int(34)
 
     message = _Text(40, _WORDS * 8)
     """The worker's own words of what ended it."""

@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -229,8 +230,7 @@ def run_worker(
     """Run one worker to its end.
 
     Returns:
-        Exit status: 0, or the error's; the error's words are in the shared state and on standard
-        error.
+        Exit status: 0, or the error's; its words are in the shared state.
     """
     state = SharedState(config.state_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its worker itself
@@ -253,13 +253,15 @@ def run_worker(
 
 
 def _report_end(state: SharedState, error: BaseException | None) -> int:
+    """Tell the parent why this worker ended; it has the last word to the user."""
     if error is None:
         return 0
-    known = isinstance(error, PerceptionRtError)
-    state.message = str(error) if known else f"{type(error).__name__}: {error}"
-    state.error_code = error.exit_code if isinstance(error, PerceptionRtError) else 70
+    if isinstance(error, PerceptionRtError):
+        state.message, state.error_code = str(error), error.exit_code
+    else:
+        state.message, state.error_code = f"{type(error).__name__}: {error}", 70
+        traceback.print_exception(error)  # a defect of ours: its place is worth the lines
     state.worker_state = WorkerState.FAILED
-    sys.stderr.write(f"worker: error: {state.message}\n")
     return state.error_code
 
 

@@ -183,6 +183,9 @@ class WorkerProcess:
             time.sleep(_POLL_S)
 
     def _end_error(self, code: int) -> PerceptionRtError:
+        """Why a worker that ended with ``code`` (from ``poll``) ended: its own words where it left
+        some.
+        """
         if self.state.worker_state == WorkerState.FAILED:
             return _ERRORS.get(self.state.error_code, PerceptionRtError)(self.state.message)
         if code < 0:

@@ -4,10 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perception_rt.core.clock import NS_PER_MS, NS_PER_S
+from perception_rt.core.clock import NS_PER_MS
 from perception_rt.core.occupancy import Occupancy
 
 MS = NS_PER_MS
+
+
+def spend(o, start_ns, end_ns):
+    o.launched(start_ns)
+    o.idle(end_ns)
 
 
 def test_the_period_is_counted_by_delivery_numbers():
@@ -39,34 +44,55 @@ def test_a_slower_camera_is_noticed():
     assert o.period_ns == 100 * MS
 
 
-@pytest.mark.parametrize(("now_ms", "by_ms"), [(0, 50), (40, 80), (70, 80)])
-def test_the_frame_after_the_next_bounds_the_release(now_ms, by_ms):
+def test_nothing_bounds_the_first_frame():
+    assert Occupancy().release_by_ns(0) is None
+
+
+@pytest.mark.parametrize("now_ms", [0, 40, 70])
+def test_the_frame_after_the_next_bounds_the_release(now_ms):
     o = Occupancy()
     o.frame(1, 0, -40 * MS)
     o.frame(2, 0, 0)
-    assert o.release_by_ns(now_ms * MS) == by_ms * MS
+    assert o.release_by_ns(now_ms * MS) == 80 * MS
 
 
 def test_busy_time_is_paid_back_at_the_cap():
-    o = Occupancy(cap=0.9, burst_ns=50 * MS)
-    assert o.release_by_ns(0) == 50 * MS
-    o.spend(60 * MS, 60 * MS)
-    assert o.release_by_ns(60 * MS) == 50 * MS
-    assert o.release_by_ns(70 * MS) == 69 * MS
-    assert o.release_by_ns(170 * MS) == 220 * MS
+    o = Occupancy(cap=0.9, burst_ns=20 * MS)
+    assert o.release_by_ns(0) is None
+    spend(o, 0, 100 * MS)  # 20 saved, 100 spent, 90 earned meanwhile
+    assert o.release_by_ns(100 * MS) is None
+    spend(o, 100 * MS, 400 * MS)
+    assert o.release_by_ns(400 * MS) == 400 * MS  # 10 - 300 + 270
+    assert o.release_by_ns(422 * MS) == 422 * MS
+    assert o.release_by_ns(423 * MS) is None
+    spend(o, 2_000 * MS, 2_210 * MS)  # no more than 20 is ever saved: 20 - 210 + 189
+    assert o.release_by_ns(2_210 * MS) == 2_210 * MS
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=50, max_size=300))
 def test_never_above_the_cap_over_a_long_run(steps):
-    """Who launches only what fits is never busy for more than the cap and one burst."""
+    """Who launches only what is allowed is busy for no more than the cap, a burst and a run."""
     o = Occupancy()
     now = busy = 0
     for idle_ms, run_ms in steps:
         now += idle_ms * MS
         run = run_ms * MS
-        if now + run <= o.release_by_ns(now):
+        if o.release_by_ns(now) is None:
+            spend(o, now, now + run)
             now += run
             busy += run
-            o.spend(now, run)
-    assert busy <= 0.9 * now + 50 * MS
-    assert now < 300 * 100 * MS < 100 * NS_PER_S
+    assert busy <= 0.9 * now + 25 * MS + 60 * MS
+
+
+def test_while_busy_nothing_is_saved_up_before_it_is_charged():
+    o = Occupancy(burst_ns=20 * MS)
+    o.launched(0)
+    o.launched(5 * MS)
+    assert o.release_by_ns(50 * MS) is None
+    o.idle(100 * MS)  # 20 - 100 + 90
+    assert o.release_by_ns(100 * MS) is None
+    o.launched(100 * MS)
+    o.idle(210 * MS)  # 10 - 110 + 99
+    assert o.release_by_ns(210 * MS) == 210 * MS
+    o.idle(300 * MS)
+    assert o.release_by_ns(212 * MS) is None

@@ -19,6 +19,7 @@ from perception_rt.core.exit_policy import ExitPolicy
 from perception_rt.core.frame import FrameRecord, Outcome, Stage
 from perception_rt.core.latency_model import LatencyModel
 from perception_rt.detector.backend import PREPROCESS
+from perception_rt.detector.postprocess import Postprocessor
 from perception_rt.detector.preprocess import letterbox_geometry
 from perception_rt.runtime.pipeline import HEARTBEAT_PERIOD_NS, DeadlineLoop, Heartbeat
 from perception_rt.runtime.shared_state import SharedState, WorkerState
@@ -93,7 +94,7 @@ class ScriptedBackend:
         return True
 
 
-class Postprocess:
+class Postprocess(Postprocessor):
     def __init__(self, clock, took_ns=MS):
         self.clock = clock
         self.took_ns = took_ns
@@ -111,6 +112,9 @@ class Publisher:
         self.left = []
         self.records = []
         self.beats = []
+
+    def warm_up(self, detections, runs):
+        return [self.took_ns] * runs
 
     def detections(self, record, detections):
         self.clock.advance(self.took_ns)

@@ -1,0 +1,111 @@
+"""Asks a lifecycle node for transitions, from outside: for ``reset`` and for the demo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import rclpy
+from lifecycle_msgs.msg import State, Transition
+from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.node import Node
+
+from perception_rt.core.errors import UnavailableError
+
+CONFIGURE = Transition.TRANSITION_CONFIGURE
+ACTIVATE = Transition.TRANSITION_ACTIVATE
+DEACTIVATE = Transition.TRANSITION_DEACTIVATE
+
+_NAMES = {CONFIGURE: "configure", ACTIVATE: "activate", DEACTIVATE: "deactivate"}
+
+
+class LifecycleClient:
+    """Calls the lifecycle services of one node.
+
+    Args:
+        node: makes the calls; spun here while an answer is awaited, by nobody else.
+        target: fully qualified name of the lifecycle node.
+    """
+
+    def __init__(self, node: Node, target: str) -> None:
+        self._node = node
+        self._target = target
+        self._change = node.create_client(ChangeState, f"{target}/change_state")
+        self._get = node.create_client(GetState, f"{target}/get_state")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the node is there.
+
+        Raises:
+            UnavailableError: it is not, within ``timeout_s`` seconds.
+        """
+        end = time.monotonic() + timeout_s
+        while not (self._change.service_is_ready() and self._get.service_is_ready()):
+            if time.monotonic() > end:
+                raise UnavailableError(
+                    f"no lifecycle node {self._target} within {timeout_s:g} s:"
+                    " is it running, under this name and in this ROS_DOMAIN_ID?"
+                )
+            rclpy.spin_once(self._node, timeout_sec=0.05)
+
+    def change(self, transition: int, timeout_s: float) -> None:
+        """Ask for one transition and wait for its end.
+
+        Raises:
+            UnavailableError: refused, failed, or no answer within ``timeout_s`` seconds.
+        """
+        request = ChangeState.Request()
+        request.transition.id = transition
+        answer = self._call(self._change, request, timeout_s)
+        if not answer.success:
+            raise UnavailableError(
+                f"{self._target} refused or failed to {_NAMES[transition]}"
+                f" (it is {self.state(timeout_s)}): see its log"
+            )
+
+    def state(self, timeout_s: float) -> str:
+        """The label of the node's present state, as lifecycle_msgs calls it.
+
+        Raises:
+            UnavailableError: no answer within ``timeout_s`` seconds.
+        """
+        state: State = self._call(self._get, GetState.Request(), timeout_s).current_state
+        return str(state.label)
+
+    def _call(
+        self, client: rclpy.client.Client, request: object, timeout_s: float
+    ) -> ChangeState.Response:
+        future = client.call_async(request)
+        rclpy.spin_until_future_complete(self._node, future, timeout_sec=timeout_s)
+        if not future.done():
+            client.remove_pending_request(future)
+            raise UnavailableError(f"{client.srv_name} gave no answer within {timeout_s:g} s")
+        return future.result()
+
+
+def reset(target: str, timeout_s: float = 10.0) -> Sequence[str]:
+    """Deactivate and activate ``target``: the one way out of the watchdog's EXPIRED.
+
+    Args:
+        target: fully qualified name of the detector node.
+        timeout_s: for each step.
+
+    Returns:
+        The steps taken, in order.
+
+    Raises:
+        UnavailableError: no such node, or it refused.
+    """
+    rclpy.init(args=[])
+    try:
+        node = rclpy.create_node("perception_rt_reset")
+        client = LifecycleClient(node, target)
+        client.wait(timeout_s)
+        steps = []
+        if client.state(timeout_s) == "active":
+            client.change(DEACTIVATE, timeout_s)
+            steps.append("deactivate")
+        client.change(ACTIVATE, timeout_s)
+        return [*steps, "activate"]
+    finally:
+        rclpy.try_shutdown()
