@@ -132,7 +132,7 @@ def test_a_killed_worker_costs_the_permit_until_reset(chain: Chain) -> None:
     done = subprocess.run(
         [sys.executable, "-c", reset], capture_output=True, text=True, check=False
     )
-    assert done.stdout == "['deactivate', 'activate']\n", done.stderr
+    assert done.stdout == "['deactivate', 'activate']\n", done.stderr + chain.log.read_text()
     chain.permitted()
     log = chain.log.read_text()
     assert f"worker {old} was ended by signal 9 (noticed at " in log
