@@ -8,7 +8,6 @@ Instants are CLOCK_MONOTONIC nanoseconds.
 
 from __future__ import annotations
 
-import select
 import sys
 import threading
 import time
@@ -39,7 +38,7 @@ from perception_rt.ros.worker_main import HEARTBEAT_DEPTH, TIMING_DEPTH
 from perception_rt.runtime.realtime import RealtimeSetup
 from perception_rt.safety.e2e import Protector
 from perception_rt.safety.pdu import AGE_UNKNOWN_US, SafetyPdu
-from perception_rt.safety.transports import UdpSender
+from perception_rt.safety.transports import UdpSender, can_write
 
 SAFETY_STATUS_PERIOD_NS = NS_PER_S
 NS_PER_US = 1000
@@ -227,13 +226,6 @@ def run_cycles(
         lateness_ns = max(began_ns - due_ns, 0)
         cycle(began_ns, lateness_ns)
         due_ns += (1 + lateness_ns // period_ns) * period_ns
-
-
-def can_write(descriptor: int) -> bool:
-    """True when a line can be written to ``descriptor`` at once."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def _run(node: WatchdogNode, stop: StopRequest) -> int:

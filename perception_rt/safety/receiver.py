@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from perception_rt.core.clock import NS_PER_S
+from perception_rt.core.clock import NS_PER_MS, NS_PER_S
 from perception_rt.core.errors import (
     PerceptionRtError,
     UnavailableError,
@@ -28,7 +28,7 @@ from perception_rt.core.errors import (
 )
 from perception_rt.safety.e2e import DEFAULT_DATA_ID, check_data_id
 from perception_rt.safety.judge import CYCLE_NS, TIMEOUT_NS, Receiver, Transition
-from perception_rt.safety.transports import DEFAULT_HOST, DEFAULT_PORT, UdpReceiver
+from perception_rt.safety.transports import DEFAULT_HOST, DEFAULT_PORT, UdpReceiver, can_write
 
 DEFAULT_PRIORITY = 84
 """Below the watchdog, above the worker's threads: on one machine they would hold its cycles up."""
@@ -39,7 +39,8 @@ _KEPT_TRANSITIONS = 1000
 
 
 class Journal:
-    """Keeps the newest transitions; with a file, writes each as a JSON line, flushed at once.
+    """Says each transition and keeps the newest; with a file, writes each as a JSON line, flushed
+    at once.
 
     Args:
         log: open text file; None: memory only.
@@ -55,7 +56,21 @@ class Journal:
         """Take one transition."""
         self.count += 1
         self._transitions.append(transition)
+        self._say(transition)
         self.write({"event": "transition", **transition._asdict()})
+
+    def _say(self, transition: Transition) -> None:
+        """Say it on standard output, unless nobody takes the line: then the cycle goes first."""
+        if not can_write(sys.stdout.fileno()):
+            self.log_errors += 1
+            return
+        since_ms = transition.since_accepted_ns / NS_PER_MS
+        after = f", {since_ms:.1f} ms after the last accepted PDU" if since_ms >= 0 else ""
+        print(
+            f"safety_receiver: {transition.kind} {transition.before} -> {transition.after} "
+            f"at {transition.monotonic_ns} ns{after}: {transition.reason}",
+            flush=True,
+        )
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write one line, with the wall time added; a failing disk is counted, no more."""

@@ -1,4 +1,7 @@
-"""Transports of the safety PDU: UDP. Nothing here blocks; sending never raises."""
+"""Transports of the safety PDU: UDP; and when a line may be said beside it.
+
+Nothing here blocks; sending never raises.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ DEFAULT_PORT = 15020
 _RECEIVE_BYTES = (
     4097  # one more than E2E profile 4 allows, so that a longer datagram shows as too long
 )
+
+
+def can_write(descriptor: int) -> bool:
+    """True when a line can be written to ``descriptor`` at once: a reader that has stopped must
+    not hold up a cycle.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _resolve(host: str, port: int, least_port: int) -> tuple[socket.AddressFamily, Any]:

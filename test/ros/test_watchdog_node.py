@@ -4,8 +4,6 @@ socket.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from typing import Any
 
@@ -20,7 +18,7 @@ from perception_rt_msgs.msg import FrameTiming, SafetyStatus, SupervisionStatus,
 from rclpy.qos import QoSProfile, ReliabilityPolicy
 
 from perception_rt.core.errors import UsageError
-from perception_rt.ros.watchdog_node import WatchdogNode, can_write, run_cycles
+from perception_rt.ros.watchdog_node import WatchdogNode, run_cycles
 from perception_rt.safety.e2e import DEFAULT_DATA_ID, Checker, E2EStatus
 from perception_rt.safety.pdu import AGE_UNKNOWN_US, SafetyPdu
 from perception_rt.safety.transports import UdpReceiver
@@ -275,17 +273,3 @@ def test_parameters_that_cannot_be_used(ros, parameter: str, words: str) -> None
     ros("-p", parameter)
     with pytest.raises(UsageError, match=words):
         WatchdogNode()
-
-
-def test_a_reader_that_has_stopped_reading_is_noticed() -> None:
-    read_end, write_end = os.pipe()
-    try:
-        assert can_write(write_end)
-        os.set_blocking(write_end, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(write_end, b"x" * 4096)
-        assert not can_write(write_end)
-    finally:
-        os.close(read_end)
-        os.close(write_end)

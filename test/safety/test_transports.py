@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import pytest
 
 from perception_rt.core.clock import NS_PER_S
 from perception_rt.core.errors import UnavailableError, UsageError
-from perception_rt.safety.transports import UdpReceiver, UdpSender
+from perception_rt.safety.transports import UdpReceiver, UdpSender, can_write
 
 
 @pytest.fixture
@@ -94,3 +97,17 @@ def test_ipv6_where_the_machine_has_it():
     assert receiver.receive() == b"x"
     sender.close()
     receiver.close()
+
+
+def test_a_reader_that_has_stopped_reading_is_noticed() -> None:
+    read_end, write_end = os.pipe()
+    try:
+        assert can_write(write_end)
+        os.set_blocking(write_end, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write_end, b"x" * 4096)
+        assert not can_write(write_end)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
