@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Real-time object detection: a fixed deadline at variable quality.",
 )
-model_app = typer.Typer(help="Look at models.")
+model_app = typer.Typer(help="Look at models, build their engines.")
 app.add_typer(model_app, name="model")
 
 # Optional, not X | None: typer reads these at run time, on Python 3.10 too.
@@ -214,37 +215,68 @@ def inspect(
 ) -> None:
     """Check a model directory against its manifest and show its segments and exits."""
     from perception_rt.detector.model import load_model
+    from perception_rt.detector.model_report import inspect_model, inspect_table
     from perception_rt.ros.graph import default_model_dir
 
     _check_writable(json_file)
+    result = inspect_model(load_model(directory or default_model_dir()))
+    _finish(result, [inspect_table(result)], json_file)
+
+
+@model_app.command("build")
+def build_model(
+    directory: Annotated[
+        Path | None, typer.Argument(help="Model directory; default: the one shipped.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan for each JetPack, build nothing.")
+    ] = False,
+    jetpack: Annotated[str, typer.Option(help="With --dry-run: only this version.")] = "",
+    build_only: Annotated[
+        bool, typer.Option("--build-only", help="Build, say where, measure nothing.")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="auto, fp32, fp16 or int8.")] = "auto",
+    target_ms: Annotated[
+        float, typer.Option(help="Stop at the first precision this fast (p99).", min=0, max=1e6)
+    ] = 0.0,
+    max_ap_loss: Annotated[
+        float, typer.Option(help="Loss of AP against float32 that is allowed.", min=0, max=1)
+    ] = 0.01,
+    dla_core: Annotated[
+        int, typer.Option(help="Deep learning accelerator; -1: the GPU.", min=-1)
+    ] = -1,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Pictures or bag, for INT8 and for measuring.")
+    ] = None,
+    engine_cache_dir: Annotated[
+        str, typer.Option(help="Folder of the engines; default: the user's cache.")
+    ] = "",
+    json_file: JsonOption = None,
+) -> None:
+    """Build a model's TensorRT engines for this machine and keep them; built ones are reused."""
+    if jetpack and not dry_run:
+        raise UsageError("--jetpack needs --dry-run: engines are built for this machine only")
+    _check_writable(json_file)
+    from perception_rt.core.config import GpuOptions
+    from perception_rt.detector.model import load_model
+    from perception_rt.replay import model_build
+    from perception_rt.ros.graph import default_model_dir
+
+    request = model_build.BuildRequest(
+        GpuOptions(engine_cache_dir, precision, dla_core),
+        build_only,
+        target_ms,
+        max_ap_loss,
+        calibration,
+    )
     model = load_model(directory or default_model_dir())
-    result = {
-        "command": "model inspect",
-        "directory": str(model.directory),
-        "name": model.name,
-        "version": model.version,
-        "manifest_sha256": model.manifest_sha256,
-        "input": {"name": model.input.tensor.name, "shape": list(model.input.tensor.shape)},
-        "classes": model.classes,
-        "licence": model.licence,
-        "origin": model.origin,
-        "segments": [
-            {
-                "file": segment.path.name,
-                "sha256": segment.sha256,
-                "size_bytes": segment.size_bytes,
-                "inputs": [tensor.name for tensor in segment.inputs],
-                "features": [tensor.name for tensor in segment.features],
-                "anchors": segment.exit.anchors,
-                "strides": list(segment.exit.strides),
-                "trained_classes": len(segment.exit.trained_classes),
-                "cost_ms_median": segment.exit.cost_ms_median,
-                "ap50": segment.exit.ap50,
-            }
-            for segment in model.segments
-        ],
-    }
-    _finish(result, [_model_table(result)], json_file)
+    if dry_run:
+        result = model_build.plan(model, request, jetpack)
+    else:
+        with _progress() as progress:
+            say = partial(print, file=sys.stderr, flush=True)
+            result = model_build.build(model, request, say, progress)
+    _finish(result, model_build.tables(result), json_file)
 
 
 @app.command()
@@ -380,32 +412,5 @@ def _lockstep_table(result: dict[str, Any]) -> Table:
     table.caption = (
         f"{result['detection_count']} detections in {result['frame_count']} frames, "
         f"{result['failed_count']} failed; digest {result['digest'][:16]}"
-    )
-    return table
-
-
-def _model_table(result: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=f"{result['name']} {result['version']}, input {result['input']['shape']}",
-        title_justify="left",
-    )
-    for column in ("segment", "file", "kB", "anchors", "strides", "classes", "ms to exit", "AP50"):
-        table.add_column(column, justify="left" if column in ("file", "AP50") else "right")
-    for k, segment in enumerate(result["segments"]):
-        cost = segment["cost_ms_median"]
-        table.add_row(
-            str(k),
-            segment["file"],
-            f"{segment['size_bytes'] / 1000:,.0f}",
-            f"{segment['anchors']:,}",
-            " ".join(map(str, segment["strides"])),
-            f"{segment['trained_classes']} of {result['classes']}",
-            "-" if cost is None else f"{cost:.1f}",
-            ", ".join(f"{name} {value:.3f}" for name, value in segment["ap50"].items()) or "-",
-        )
-    table.caption = (
-        f"every file matches the manifest {result['manifest_sha256'][:16]}; {result['licence']}"
     )
     return table

@@ -71,7 +71,14 @@ else
   compat 3.11 1.23.5 1.10.1
   compat 3.12 1.26.4 1.15.3
 fi
-run "tests" "$bin/python" -m pytest --durations=10 --junitxml="$results/main.xml"
+# What needs neither a GPU nor CUDA runs with the other tests; the rest with pycuda on a stand-in driver, NVRTC, TensorRT-RTX.
+gpu_checks() {
+  scripts/setup_gpu_checks.sh .venv-gpu/bin/python -m pytest -q -p no:cacheprovider -m gpu_checks --durations=5 \
+    --junitxml="$results/gpu.xml" test/detector test/replay
+}
+if [ "$(uname -m)" = x86_64 ]; then run "GPU code without a GPU" gpu_checks
+else skip "GPU code without a GPU" "its packages exist for x86-64 only"; fi
+run "tests" "$bin/python" -m pytest -m "not gpu_checks" --durations=10 --junitxml="$results/main.xml"
 
 echo "== summary ($SECONDS s)"
 printf '%s\n' "${table[@]}"

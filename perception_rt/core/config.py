@@ -12,6 +12,10 @@ from perception_rt.core.clock import NS_PER_MS
 from perception_rt.core.errors import UsageError
 
 SOURCE_KINDS = ("bag", "video", "topic")
+BACKENDS = ("auto", "tensorrt", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime")
+"""Backends by name; ``module:Class`` names any other."""
+FALLBACKS = ("auto", "none", "onnxruntime")
+PRECISIONS = ("auto", "fp32", "fp16", "int8")
 MIN_WARMUP_RUNS = 50
 
 
@@ -59,6 +63,35 @@ class RealtimeConfig:
 
 
 @dataclass(frozen=True)
+class GpuOptions:
+    """What the backends on a GPU are asked for; without effect on a CPU.
+
+    Attributes:
+        engine_cache_dir: where built engines are kept; empty: the user's cache directory.
+        precision: of the engines: ``auto`` (the fastest within the stated loss), ``fp32``,
+            ``fp16``, ``int8``.
+        dla_core: run on this deep learning accelerator; -1: on the GPU.
+        build_on_configure: build missing engines at configure, which takes minutes; else they are
+            built by ``perception_rt model build`` alone.
+    """
+
+    engine_cache_dir: str = ""
+    precision: str = "auto"
+    dla_core: int = -1
+    build_on_configure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UsageError(
+                f"precision '{self.precision}' is unknown: use one of {', '.join(PRECISIONS)}"
+            )
+        if self.dla_core < -1:
+            raise UsageError(
+                f"dla_core must be -1 (the GPU) or the number of a core, got {self.dla_core}"
+            )
+
+
+@dataclass(frozen=True)
 class RosConfig:
     """Names that the worker's publishers use, resolved by the parent node, and the QoS of
     detections.
@@ -93,12 +126,16 @@ class WorkerConfig:
         warmup_runs: runs of every segment before ready, at least 50.
         first_exit_runs: runs of the first exit, where its p99 is wanted from more runs than
             ``warmup_runs``.
-        backend: ``onnxruntime``; ``module:Class`` loads another class with its signature.
+        backend: one of ``BACKENDS``; ``module:Class`` loads another class with the signature of
+            ``OnnxBackend``.
+        fallback_backend: takes over while ``backend`` fails: ``auto`` (``onnxruntime`` behind a
+            GPU), ``none``, ``onnxruntime`` or ``module:Class``.
         intra_op_threads: threads of the network on CPU.
         state_fd: file descriptor of the shared state.
         record_fd: file descriptor of a record ring, -1 without.
         source_log: file that gets one line per delivered frame when the worker stops; empty
             without.
+        gpu: options of the backends on a GPU.
         realtime: rights to ask for.
         ros: names of the publishers.
         node_session_id: of the parent.
@@ -113,11 +150,13 @@ class WorkerConfig:
     frame_skip: bool = False
     warmup_runs: int = 60
     first_exit_runs: int = 0
-    backend: str = "onnxruntime"
+    backend: str = "auto"
+    fallback_backend: str = "auto"
     intra_op_threads: int = 1
     state_fd: int = -1
     record_fd: int = -1
     source_log: str = ""
+    gpu: GpuOptions = field(default_factory=GpuOptions)
     realtime: RealtimeConfig = field(default_factory=RealtimeConfig)
     ros: RosConfig = field(default_factory=RosConfig)
     node_session_id: int = 0
@@ -154,6 +193,7 @@ class WorkerConfig:
         """
         data: dict[str, Any] = json.loads(text)
         data["source"] = SourceConfig(**data["source"])
+        data["gpu"] = GpuOptions(**data["gpu"])
         data["realtime"] = RealtimeConfig(**data["realtime"])
         data["ros"] = RosConfig(**data["ros"])
         return cls(**data)

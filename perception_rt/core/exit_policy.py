@@ -113,6 +113,7 @@ class ExitPolicy:
         busy: bool,
         launched_at_ns: int,
         release_by_ns: int | None = None,
+        backlog_ns: int = 0,
     ) -> Decision:
         """What to do next with the present frame. All instants are CLOCK_MONOTONIC nanoseconds.
 
@@ -121,14 +122,16 @@ class ExitPolicy:
             deadline_ns: of this frame.
             launched: deepest segment launched for this frame, -1 for none.
             finished: deepest segment of this frame that has finished, -1 for none.
-            busy: a segment of an older frame still drains.
+            busy: a segment of an older frame still drains, and nothing can be queued behind it.
             launched_at_ns: when segment ``launched`` could begin: its launch, or the end of the
                 one before it where that came later. Used with look-ahead only.
             release_by_ns: a segment behind the first must end by then for the sake of other
                 frames (``occupancy``); None: no such bound.
+            backlog_ns: how long older work is still expected to take, when this frame's first
+                segment can be queued behind it.
         """
         if launched < 0:
-            latest_ns = self.latest_start_ns(deadline_ns)
+            latest_ns = self.latest_start_ns(deadline_ns) - backlog_ns
             if now_ns <= latest_ns and not busy:
                 return Decision(Action.LAUNCH, 0)
             if now_ns < latest_ns:

@@ -5,7 +5,8 @@ one to an error count, every good one takes one off, above ``tolerance`` it is E
 latched until the detector is deactivated and activated on purpose. A supervisor that was late
 itself reports SELF_LAG, blames nobody for that, and returns to what was at the next heartbeat.
 
-The permit is given in OK and FAILED, from the first met frame of an activation on.
+The permit is given in OK and FAILED, from the first met frame of an activation on. A detector that
+runs on its fallback backend keeps it; DEGRADED then stands among the causes.
 """
 
 from __future__ import annotations
@@ -353,6 +354,9 @@ class Supervisor:
             state, causes = State.SELF_LAG, Cause.SELF_LAG
             reason = "the watchdog was late itself and waits for a fresh heartbeat"
         permit = state in (State.OK, State.FAILED) and self._met_stamp_ns >= 0
+        if state in (State.OK, State.FAILED) and self._beat is not None and self._beat.degraded:
+            causes |= Cause.DEGRADED
+            reason = reason or "the detector runs on its fallback backend"
         if state == State.OK and not permit:
             reason = "no frame met yet"
         return SupervisionResult(

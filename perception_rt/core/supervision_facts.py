@@ -30,6 +30,8 @@ class Cause(IntFlag):
     DATA = 8
     SELF_LAG = 16
     NOT_RECEIVED = 32
+    DEGRADED = 64
+    """The fallback backend runs: reported, changes neither state nor permit."""
 
 
 class WorkerState(IntEnum):
@@ -143,6 +145,7 @@ class HeartbeatFacts(NamedTuple):
     deadline_count: int
     inference_count: int
     source_state: int
+    degraded: bool
 
 
 class FrameFacts(NamedTuple):
@@ -197,6 +200,7 @@ def plausible_beat(beat: HeartbeatFacts) -> bool:
         and beat.sequence > 0
         and min(beat[:3]) >= 0
         and min(beat[5:8]) >= 0
+        and beat.degraded in (False, True)
     )
 
 

@@ -31,6 +31,16 @@ class Backend(Protocol):
         """Number of segments, and so of exit heads."""
 
     @property
+    def look_ahead(self) -> int:
+        """Segments that may be launched behind the one in flight: 0, or 1 where an idle gap between
+        two segments costs more than a segment that is not needed.
+        """
+
+    @property
+    def double_buffered(self) -> bool:
+        """True when ``begin`` may be called while segments of the frame before are in flight."""
+
+    @property
     def progress(self) -> int:
         """Counter that grows whenever the running thread ends a step or idles on its poll."""
 
@@ -42,7 +52,8 @@ class Backend(Protocol):
         gone.
 
         Raises:
-            BackendError: something is still in flight (``drain`` first).
+            BackendError: something is still in flight (``drain`` first); with ``double_buffered``,
+                something of the frame before the one before.
         """
 
     def launch(self, k: int) -> None:
@@ -79,6 +90,11 @@ class Backend(Protocol):
     def span_ns(self, k: int) -> tuple[int, int]:
         """Start and end instant (CLOCK_MONOTONIC) of segment ``k`` or PREPROCESS in the present
         frame; 0, 0 before.
+        """
+
+    def previous_end_ns(self) -> int:
+        """When the last launched segment of the frame before the present one ended
+        (CLOCK_MONOTONIC); 0 while it is in flight, or where there was none.
         """
 
     @property

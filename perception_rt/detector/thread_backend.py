@@ -25,19 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perception_rt.core.clock import NS_PER_S, Clock, MonotonicClock
-from perception_rt.core.errors import BackendError, PerceptionRtError
+from perception_rt.core.errors import BackendError
 from perception_rt.core.frame import MAX_SEGMENTS
 from perception_rt.detector.backend import PREPROCESS
+from perception_rt.detector.handover import IDLE_POLL_S, NO_FAULT, Signal, fault_of
 from perception_rt.detector.model import Model
 from perception_rt.detector.preprocess import Letterbox, Preprocessor
 
-IDLE_POLL_S = 0.02
-"""How often an idle inference thread shows that it is alive."""
-
 START_TIMEOUT_S = 10.0
 """How long ``thread_init`` may take."""
-
-_NO_FAULT = MAX_SEGMENTS + 1
 
 _NO_IMAGE: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 
@@ -81,13 +77,13 @@ class ThreadBackend(ABC):
         self._told = 0
         # a step's position in its frame is step + 1: preprocess 0, segment k at k + 1
         self._fault: BackendError | None = None
-        self._fault_position = _NO_FAULT
+        self._fault_position = NO_FAULT
         self._start_ns = [0] * (MAX_SEGMENTS + 1)
         self._end_ns = [0] * (MAX_SEGMENTS + 1)
         self._progress = 0
         self._closing = False
-        self._work = _Signal()
-        self._done = _Signal()
+        self._work = Signal()
+        self._done = Signal()
         self._thread = threading.Thread(target=self._main, name="inference", daemon=True)
         self._start_error: BaseException | None = None
 
@@ -118,6 +114,20 @@ class ThreadBackend(ABC):
         return len(self.outputs)
 
     @property
+    def look_ahead(self) -> int:
+        """0: one thread loses nothing between two segments."""
+        return 0
+
+    @property
+    def double_buffered(self) -> bool:
+        """False: a frame begins when nothing is in flight."""
+        return False
+
+    def previous_end_ns(self) -> int:
+        """0: nothing is ever queued behind an older frame."""
+        return 0
+
+    @property
     def progress(self) -> int:
         """Grows whenever the inference thread ends a step or idles (every ``IDLE_POLL_S``)."""
         return self._progress
@@ -146,7 +156,7 @@ class ThreadBackend(ABC):
         self._image = image
         self._letterbox = None
         self._fault = None
-        self._fault_position = _NO_FAULT
+        self._fault_position = NO_FAULT
         for i in range(len(self._start_ns)):
             self._start_ns[i] = 0
             self._end_ns[i] = 0
@@ -282,7 +292,7 @@ class ThreadBackend(ABC):
 
     def _run(self, step: int) -> None:
         """Run one step, unless a step before it in the same frame failed; never raises."""
-        if self._fault_position != _NO_FAULT:
+        if self._fault_position != NO_FAULT:
             return
         self._start_ns[step + 1] = self._now()
         try:
@@ -293,7 +303,7 @@ class ThreadBackend(ABC):
                 self._run_segment(step)
                 self._check_finite(step)
         except Exception as error:  # noqa: BLE001 (of any kind: this frame's fault)
-            self._fault = _fault_of(step, error)
+            self._fault = fault_of(step, error)
             self._fault_position = step + 1
         self._end_ns[step + 1] = self._now()
 
@@ -303,30 +313,3 @@ class ThreadBackend(ABC):
         np.isfinite(self.outputs[k], out=finite)
         if not finite.all():
             raise BackendError("NaN or infinity in the detection tensor")
-
-
-class _Signal:
-    """A binary semaphore for one giver and one waiter."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def give(self) -> None:
-        # Only the giver releases, so a lock that is taken stays taken until the next line. A lock
-        # that is free is a signal the waiter has still to take; it then sees what was done before.
-        if self._lock.locked():
-            self._lock.release()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._lock.acquire(True, timeout_s)
-
-
-def _fault_of(step: int, error: Exception) -> BackendError:
-    name = "preprocess" if step == PREPROCESS else f"segment {step}"
-    text = str(error).strip().split("\n", 1)[0]
-    if not isinstance(error, PerceptionRtError):
-        text = f"{type(error).__name__}: {text}"
-    fault = BackendError(f"{name} failed: {text}")
-    fault.__cause__ = error
-    return fault

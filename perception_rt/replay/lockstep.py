@@ -21,7 +21,7 @@ from perception_rt.core.frame import Stage, stage_name
 from perception_rt.detector.backend import PREPROCESS, Backend
 from perception_rt.detector.model import load_model
 from perception_rt.detector.postprocess import Detections, Postprocessor
-from perception_rt.detector.select import load_backend
+from perception_rt.detector.select import AUTO, ONNXRUNTIME, LoadOptions, load_backend
 from perception_rt.replay.bag_frames import bag_frames
 from perception_rt.replay.runner import Progress, count_frames
 
@@ -45,7 +45,9 @@ def lockstep(config: WorkerConfig, exit_head: int | None, progress: Progress) ->
     """
     frame_count = count_frames(config.source)
     model = load_model(config.model_dir)
-    backend = load_backend(config.backend, model, intra_op_threads=config.intra_op_threads)
+    # What this says must not depend on the machine's speed.
+    name = ONNXRUNTIME if config.backend == AUTO else config.backend
+    backend = load_backend(name, LoadOptions(model, config.intra_op_threads, config.gpu))
     try:
         exit_head = backend.exit_count - 1 if exit_head is None else exit_head
         if not 0 <= exit_head < backend.exit_count:

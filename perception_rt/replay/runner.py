@@ -127,6 +127,7 @@ def replay(options: ReplayOptions, progress: Progress) -> dict[str, Any]:
         "played_s": played_ns / NS_PER_S,
         "delivered": state["delivered"],
         "epochs": state["epoch"] + 1,
+        "backend": state["backend"],
         "realtime": state["report"],
         "player": player,
         "valid": not reasons,
@@ -233,4 +234,10 @@ def _snapshot(state: SharedState) -> dict[str, Any]:
         "exit_count": state.exit_count,
         "first_exit_p99_ns": state.first_exit_p99_ns,
         "report": json.loads(state.report or "{}"),
+        "backend": {
+            **json.loads(state.backend or "{}"),
+            "degraded": bool(state.degraded),
+            "switches": state.backend_switches,
+            "fault": state.backend_fault,
+        },
     }

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from perception_rt.core.clock import NS_PER_S
 from perception_rt.core.frame import MAX_SEGMENTS, FrameRecord, Outcome, Stage
-from perception_rt.runtime.pipeline import Heartbeat
+from perception_rt.runtime.publisher import Heartbeat
 
 MAX_REASON_BYTES = 200
 """Bound of FrameTiming.reason."""
@@ -217,7 +217,7 @@ def _one_line(text: str) -> str:
     return text.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
-_HEARTBEAT = struct.Struct(f"<4sq2QIB3x5Q{len(Outcome)}Q2B")
+_HEARTBEAT = struct.Struct(f"<4sq2QIB3x5Q{len(Outcome)}Q2B?")
 
 
 def encode_heartbeat(beat: Heartbeat) -> bytes:
@@ -237,4 +237,5 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
         *beat.outcome_totals,
         beat.source_state,
         beat.stamp_source,
+        beat.degraded,
     )

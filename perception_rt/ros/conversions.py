@@ -8,7 +8,13 @@ from typing import Any
 from perception_rt_msgs.msg import FrameTiming, SupervisionStatus, WorkerHeartbeat
 
 from perception_rt.core.clock import NS_PER_MS
-from perception_rt.core.config import RealtimeConfig, RosConfig, SourceConfig, WorkerConfig
+from perception_rt.core.config import (
+    GpuOptions,
+    RealtimeConfig,
+    RosConfig,
+    SourceConfig,
+    WorkerConfig,
+)
 from perception_rt.core.frame import Outcome
 from perception_rt.core.supervision import (
     FrameFacts,
@@ -57,8 +63,15 @@ def worker_config(
         ),
         source_log=values["source_log"],
         backend=values["backend"],
+        fallback_backend=values["fallback_backend"],
         intra_op_threads=values["intra_op_threads"],
         warmup_runs=values["warmup_runs"],
+        gpu=GpuOptions(
+            engine_cache_dir=values["engine_cache_dir"],
+            precision=values["precision"],
+            dla_core=values["dla_core"],
+            build_on_configure=values["build_on_configure"],
+        ),
         realtime=RealtimeConfig(
             **{
                 name.partition(".")[2]: value
@@ -121,6 +134,7 @@ def heartbeat_facts(beat: WorkerHeartbeat) -> HeartbeatFacts:
         deadline_count=beat.deadline_count,
         inference_count=beat.inference_count,
         source_state=beat.source_state,
+        degraded=beat.degraded,
     )
 
 

@@ -28,6 +28,7 @@ from perception_rt.ros.diagnostics import Diagnostics
 from perception_rt.ros.graph import default_model_dir
 from perception_rt.ros.program import StopRequest, one_line, run_node
 from perception_rt.ros.worker_keeper import Phase, WorkerKeeper
+from perception_rt.runtime.shared_state import SharedState
 
 SUPERVISION_PERIOD_S = 0.05
 DIAGNOSTICS_PERIOD_S = 1.0
@@ -65,6 +66,7 @@ class DetectorNode(LifecycleNode):
         self._activation_count = 0
         self._given_up = ""
         self._source_state = 0
+        self._backend_fault = ""
         self._session_id = secrets.randbits(62) | 1
         self._incompatible: dict[bytes, str] = {}
         self._diagnostics = Diagnostics(self.get_fully_qualified_name())
@@ -164,7 +166,11 @@ class DetectorNode(LifecycleNode):
         self._given_up = ""
         self._keeper = keeper
         assert keeper.process is not None
-        for line in json.loads(keeper.process.state.report or "{}").get("missing", []):
+        state = keeper.process.state
+        chosen = json.loads(state.backend)
+        detail = f"; {chosen['detail']}" if chosen["detail"] else ""
+        self.get_logger().info(f"backend: {chosen['reason']}{detail}")
+        for line in json.loads(state.report or "{}").get("missing", []):
             self.get_logger().warning(f"real-time right missing: {line}")
 
     def _check_stop(self, _done: int, _total: int) -> None:
@@ -241,13 +247,21 @@ class DetectorNode(LifecycleNode):
             if self._active:
                 self.trigger_deactivate()
             self.trigger_cleanup()
-        elif (
-            keeper.process is not None and keeper.process.state.source_state != self._source_state
-        ):
-            self._source_state = keeper.process.state.source_state
+        elif keeper.process is not None:
+            self._tell_changes(keeper.process.state)
+
+    def _tell_changes(self, state: SharedState) -> None:
+        if state.source_state != self._source_state:
+            self._source_state = state.source_state
             names = ("frames arrive", "lost, being reopened", "ended")
             self.get_logger().warning(
                 f"source: {names[self._source_state]} at {time.monotonic_ns()} ns"
+            )
+        if state.backend_fault != self._backend_fault:
+            self._backend_fault = state.backend_fault
+            what = f"DEGRADED, {self._backend_fault}" if state.degraded else self._backend_fault
+            self.get_logger().warning(
+                f"backend: {what or 'the primary runs again'} at {time.monotonic_ns()} ns"
             )
 
     def _report(self) -> None:

@@ -71,6 +71,7 @@ class Diagnostics:
             statuses += [
                 self._deadline(before, now, state, frame_skip),
                 self._source(before, now, state),
+                self._backend(state),
                 self._realtime(state),
             ]
         level = WARN if incompatible else OK
@@ -152,6 +153,25 @@ class Diagnostics:
         return self._status(
             "source", level, f"{source.name}, {rate:.2f} frames per second", values
         )
+
+    def _backend(self, state: SharedState) -> DiagnosticStatus:
+        chosen = json.loads(state.backend or "{}")
+        primary, fallback = chosen.get("primary", ""), chosen.get("fallback", "")
+        running = fallback if state.backend_role else primary
+        fault = state.backend_fault
+        values: dict[str, object] = {
+            "primary": primary,
+            "fallback": fallback or "none",
+            "running": running,
+            "switches": state.backend_switches,
+            "reason": chosen.get("reason", ""),
+            "detail": chosen.get("detail", ""),
+        }
+        if state.degraded:
+            return self._status("backend", WARN, f"DEGRADED, {running} runs: {fault}", values)
+        if fault:
+            return self._status("backend", WARN, fault, values)
+        return self._status("backend", OK, f"{running} runs", values)
 
     def _realtime(self, state: SharedState) -> DiagnosticStatus:
         report = json.loads(state.report or "{}")

@@ -21,7 +21,7 @@ from rcl_interfaces.msg import (
 from rclpy.node import Node
 from rclpy.parameter import Parameter
 
-from perception_rt.core.config import SOURCE_KINDS
+from perception_rt.core.config import BACKENDS, FALLBACKS, PRECISIONS, SOURCE_KINDS
 from perception_rt.core.errors import UsageError
 from perception_rt.safety.e2e import DEFAULT_DATA_ID
 from perception_rt.safety.transports import DEFAULT_HOST, DEFAULT_PORT
@@ -50,6 +50,7 @@ class ParameterSpec:
         takes: when a change takes effect.
         low, high: inclusive range of a number; None: none.
         choices: allowed texts; empty: any.
+        classes: ``module:Class`` is allowed besides ``choices``.
     """
 
     name: str
@@ -59,13 +60,15 @@ class ParameterSpec:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    classes: bool = False
 
     def check(self, value: object) -> str:
         """Why ``value`` cannot be used, naming the parameter; empty when it can."""
         if not self._has_type(value):
             return f"{self.name} must be {_TYPE_NAMES[type(self.default)]}, got {value!r}"
-        if self.choices and value not in self.choices:
-            return f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}"
+        named = self.classes and ":" in str(value)
+        if self.choices and value not in self.choices and not named:
+            return f"{self.name} must be {self._allowed}, got {value!r}"
         if self.low is not None and self.high is not None:
             assert isinstance(value, (int, float))
             # The negation also refuses NaN.
@@ -80,7 +83,7 @@ class ParameterSpec:
         descriptor = ParameterDescriptor(
             name=self.name,
             description=f"{self.description} Takes effect {self.takes.value}.",
-            additional_constraints=f"one of {', '.join(self.choices)}" if self.choices else "",
+            additional_constraints=self._allowed,
             read_only=self.takes is Takes.START,
             # `300` is an integer to ROS; where a float is meant it is one.
             dynamic_typing=isinstance(self.default, float),
@@ -95,6 +98,12 @@ class ParameterSpec:
                     IntegerRange(from_value=int(self.low), to_value=int(self.high), step=1)
                 )
         return descriptor
+
+    @property
+    def _allowed(self) -> str:
+        if not self.choices:
+            return ""
+        return f"one of {', '.join(self.choices)}{', or module:Class' if self.classes else ''}"
 
     def _has_type(self, value: object) -> bool:
         if isinstance(self.default, float):
@@ -134,7 +143,20 @@ DETECTOR = _table(
     _P("max_det", 100, "Most detections in one message.", _FRAME, 1, MAX_DET),
     _P("frame_skip", False, "Newest frame wins by wish: a replaced frame is not a miss.", _FRAME),
     _P("autostart", True, "Configure and activate without a lifecycle manager.", _START),
-    _P("backend", "onnxruntime", "What runs the network.", _CONFIGURE),
+    _P("backend", "auto", "What runs the network; auto: the fastest that runs here.",
+       _CONFIGURE, choices=BACKENDS, classes=True),
+    _P("fallback_backend", "auto",
+       "What takes over while it fails; auto: onnxruntime behind a GPU.",
+       _CONFIGURE, choices=FALLBACKS, classes=True),
+    _P("engine_cache_dir", "",
+       "Where built TensorRT engines are kept; empty: the user's cache directory.", _CONFIGURE),
+    _P("precision", "auto",
+       "Precision of TensorRT engines; auto: the fastest within the stated loss.",
+       _CONFIGURE, choices=PRECISIONS),
+    _P("dla_core", -1, "Run on this deep learning accelerator; -1: on the GPU.",
+       _CONFIGURE, -1, 3),
+    _P("build_on_configure", False,
+       "Build missing TensorRT engines at configure, which takes minutes.", _CONFIGURE),
     _P("intra_op_threads", 1, "Threads of the network on a CPU.", _CONFIGURE, 1, 64),
     _P("warmup_runs", 60, "Runs of every segment before ready.", _CONFIGURE, 50, 10_000),
     _P("detections_reliable", True,

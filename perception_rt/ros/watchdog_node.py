@@ -134,7 +134,7 @@ class WatchdogNode(Node):
         sent_ns = time.monotonic_ns()
         payload = SafetyPdu(
             state=int(result.state),
-            causes=int(result.causes),
+            causes=int(result.causes & ~Cause.DEGRADED),
             permit=result.permit,
             simulated_source=self._simulated,
             session_id=result.worker_session_id,
@@ -144,6 +144,7 @@ class WatchdogNode(Node):
             consecutive_misses=result.consecutive_misses,
             window_misses=result.window_misses,
             total_misses=self._total_misses,
+            degraded=bool(result.causes & Cause.DEGRADED),
         ).encode()
         self._sender.send(self._protector.protect(payload))
         return sent_ns
@@ -157,6 +158,7 @@ class WatchdogNode(Node):
         safety.permit = result.permit
         safety.supervision_state = int(result.state)
         safety.simulated_source = self._simulated
+        safety.degraded = bool(result.causes & Cause.DEGRADED)
         self._safety_publisher.publish(safety)
 
     def _tell(self, now_ns: int, sent_ns: int, result: SupervisionResult) -> None:
@@ -173,7 +175,7 @@ class WatchdogNode(Node):
         )
         if result.state is State.EXPIRED:
             self.get_logger().error(line)
-        elif result.state in (State.FAILED, State.SELF_LAG):
+        elif result.state in (State.FAILED, State.SELF_LAG) or result.causes:
             self.get_logger().warning(line)
         else:
             self.get_logger().info(line)

@@ -25,6 +25,8 @@ BACKOFF_NS = tuple(int(s * NS_PER_S) for s in (0.5, 1.0, 2.0, 4.0))
 MAX_RESTARTS, RESTART_WINDOW_NS = 5, 60 * NS_PER_S
 ACTIVATE_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 3.0
+BUILD_TIMEOUT_S = 3600.0
+"""Building the engines of one model on the slowest Jetson, with room."""
 
 
 class Log(Protocol):
@@ -110,7 +112,8 @@ class WorkerKeeper:
         self._process = self._spawn(self._config)
         try:
             self._process.start()
-            self._process.wait_ready(self.ready_timeout_s, progress)
+            build_s = BUILD_TIMEOUT_S if self._config.gpu.build_on_configure else 0.0
+            self._process.wait_ready(self.ready_timeout_s + build_s, progress)
         except BaseException:
             self._drop(0.0)
             raise

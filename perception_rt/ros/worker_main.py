@@ -26,7 +26,7 @@ from perception_rt.detector.model import Model
 from perception_rt.detector.postprocess import Detections
 from perception_rt.ros.cdr import DetectionsEncoder, FrameTimingEncoder, encode_heartbeat
 from perception_rt.ros.middleware import raise_threads, thread_ids
-from perception_rt.runtime.pipeline import Heartbeat
+from perception_rt.runtime.publisher import Heartbeat
 from perception_rt.runtime.worker import read_config, run_worker
 
 TIMING_DEPTH = 64
@@ -34,7 +34,7 @@ HEARTBEAT_DEPTH = 8
 
 
 class RosPublisher:
-    """The worker's publisher (``runtime.pipeline.Publisher``): CDR bytes from templates.
+    """The worker's publisher (``runtime.publisher.Publisher``): CDR bytes from templates.
 
     Args:
         node: of this worker.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from perception_rt.capture.slot import NewestSlot
 from perception_rt.core.clock import NS_PER_MS, Clock
@@ -21,84 +20,12 @@ from perception_rt.core.latency_model import LatencyModel
 from perception_rt.core.occupancy import Occupancy
 from perception_rt.detector.backend import PREPROCESS, Backend
 from perception_rt.detector.postprocess import Detections, Postprocessor
+from perception_rt.detector.switching_backend import Role, SwitchingBackend
 from perception_rt.latency.recorder import Recorder
+from perception_rt.runtime.publisher import Heartbeat, Publisher
 from perception_rt.runtime.shared_state import SharedState, WorkerState
 
 HEARTBEAT_PERIOD_NS = 20 * NS_PER_MS
-_NOTHING = PREPROCESS - 1
-"""Index of no segment at all."""
-
-
-class Heartbeat:
-    """What a WorkerHeartbeat message carries; one object, reused. Fields as in
-    WorkerHeartbeat.msg.
-    """
-
-    __slots__ = (
-        "activation_count",
-        "capture_count",
-        "deadline_count",
-        "delivered_frames",
-        "inference_count",
-        "node_session_id",
-        "outcome_totals",
-        "sequence",
-        "session_id",
-        "source_state",
-        "stamp_ns",
-        "stamp_source",
-        "state",
-    )
-
-    def __init__(self, session_id: int, node_session_id: int) -> None:
-        self.session_id = session_id
-        self.node_session_id = node_session_id
-        self.stamp_ns = 0
-        self.activation_count = 0
-        self.state = int(WorkerState.STARTING)
-        self.sequence = 0
-        self.capture_count = 0
-        self.deadline_count = 0
-        self.inference_count = 0
-        self.delivered_frames = 0
-        self.outcome_totals: list[int] = [0] * len(Outcome)
-        self.source_state = 0
-        self.stamp_source = 0
-
-
-class Publisher(Protocol):
-    """Where answers, records and heartbeats go. Called from the deadline thread only; must not
-    block.
-    """
-
-    def warm_up(self, detections: Detections, runs: int) -> list[int]:
-        """Rehearse publishing ``runs`` times without being heard; the nanoseconds each took."""
-
-    def detections(self, record: FrameRecord, detections: Detections) -> None:
-        """Send the answer of the frame in ``record``; it has left when this returns."""
-
-    def timing(self, record: FrameRecord, totals: list[int]) -> None:
-        """Send a finished record with the session's outcome totals (index: Outcome)."""
-
-    def heartbeat(self, beat: Heartbeat) -> None:
-        """Send a heartbeat."""
-
-
-class NullPublisher:
-    """Publishes nothing: for replay, where the record ring is the output."""
-
-    def warm_up(self, _detections: Detections, runs: int) -> list[int]:
-        """Publishing to nobody takes nothing."""
-        return [0] * runs
-
-    def detections(self, record: FrameRecord, detections: Detections) -> None:
-        """Send nothing."""
-
-    def timing(self, record: FrameRecord, totals: list[int]) -> None:
-        """Send nothing."""
-
-    def heartbeat(self, beat: Heartbeat) -> None:
-        """Send nothing."""
 
 
 class DeadlineLoop:
@@ -117,6 +44,8 @@ class DeadlineLoop:
         beat: the reused heartbeat, ids filled in.
         recorder: keeps every record; None without.
         clock: CLOCK_MONOTONIC.
+        fallback: latency model and policy of the fallback, where ``backend`` is a
+            SwitchingBackend.
     """
 
     def __init__(
@@ -133,8 +62,11 @@ class DeadlineLoop:
         max_det: int,
         recorder: Recorder | None,
         clock: Clock,
+        fallback: tuple[LatencyModel, ExitPolicy] | None = None,
     ) -> None:
         self._backend = backend
+        self._switch = backend if isinstance(backend, SwitchingBackend) else None
+        self._judges = ((model, policy), fallback or (model, policy))
         self._slot = slot
         self._dropped = dropped
         self._model = model
@@ -151,8 +83,11 @@ class DeadlineLoop:
         self._next_beat_ns = clock.now()
         self._last_beat_ns = 0
         self._command_seq = -1
-        self._draining = _NOTHING
-        self._held: FrameBuffer | None = None
+        self._fault_told = ""
+        # In flight when a frame ended: its segments from .. to, and when the first of them began.
+        self._draining = range(0)
+        self._previous: tuple[int, int] | None = None  # (segment, start_ns) a frame queued behind
+        self._held: list[FrameBuffer] = []
         self.budget_ns = state.budget_ns
         self.confidence_threshold = state.confidence_threshold
         self.nms_threshold = state.nms_threshold
@@ -196,6 +131,7 @@ class DeadlineLoop:
         beat.outcome_totals = state.outcome_totals
         beat.source_state = state.source_state
         beat.stamp_source = state.stamp_source
+        beat.degraded = bool(state.degraded)
         self._publisher.heartbeat(beat)
 
     def refresh_settings(self) -> None:
@@ -244,6 +180,8 @@ class DeadlineLoop:
 
     def _process(self, buffer: FrameBuffer) -> None:
         record = self._record
+        if self._switch is not None and self._switch.choose(self._now(), self.budget_ns):
+            self._on_switch(self._switch.role)
         record.begin(buffer, self.budget_ns)
         record.start_ns[Stage.QUEUE] = buffer.capture_end_ns
         launched = -1
@@ -260,10 +198,31 @@ class DeadlineLoop:
         if launched >= 0 and not self._safe_ready(PREPROCESS):
             # The running thread may still read the pixels: they are given back when it has
             # drained.
-            self._held = buffer
+            self._held.append(buffer)
         else:
             self._slot.release(buffer)
+        if self._switch is not None:
+            self._tell_switch(self._switch, record)
         self._close_record(record)
+
+    def _on_switch(self, role: Role) -> None:
+        """Another backend has other durations; what the one before still runs is its own."""
+        self._model, self._policy = self._judges[role]
+        self._occupancy = Occupancy()
+        self._draining = range(0)
+        self._previous = None
+
+    def _tell_switch(self, switch: SwitchingBackend, record: FrameRecord) -> None:
+        fits = self._policy.latest_start_ns(record.deadline_ns) >= record.capture_stamp_ns
+        switch.frame_ended(record.outcome, record.deadline_ns, self._now(), record.reason, fits)
+        state = self._state
+        reason = switch.reason
+        if reason != self._fault_told:
+            self._fault_told = reason
+            state.backend_fault = reason
+        state.degraded = int(switch.degraded)
+        state.backend_role = switch.role
+        state.backend_switches = switch.switches
 
     def _run_frame(self, buffer: FrameBuffer, record: FrameRecord) -> int:
         """Take one frame to its outcome; returns the deepest launched segment."""
@@ -279,19 +238,21 @@ class DeadlineLoop:
                 record.outcome = Outcome.REPLACED
                 return launched
             finished = self._follow(launched, finished)
-            busy = launched < 0 and not self._observe_drained(now)
+            backlog_ns = self._backlog_ns(now) if launched < 0 else 0
             launched_at_ns = backend.span_ns(finished + 1)[0] if finished < launched else 0
             decision = policy.decide(
                 now,
                 deadline_ns,
                 launched,
                 finished,
-                busy,
+                backlog_ns is None,
                 launched_at_ns,
                 occupancy.release_by_ns(now),
+                backlog_ns or 0,
             )
             if decision.action == Action.LAUNCH:
                 if decision.segment == 0:
+                    self._queue_behind()
                     backend.begin(buffer.image)
                     record.end_ns[Stage.QUEUE] = now
                 launched = decision.segment
@@ -299,16 +260,16 @@ class DeadlineLoop:
                 occupancy.launched(now)
             elif decision.action == Action.WAIT:
                 until_ns = min(decision.until_ns, self._next_beat_ns)
-                if busy:
+                if backlog_ns is None:
                     backend.drain(until_ns)
                 else:
                     backend.wait_until(until_ns)
             else:
                 assert decision.outcome is not None
-                self._draining = launched if launched > finished else _NOTHING
+                self._draining = range(finished + 1, launched + 1)
                 if decision.outcome == Outcome.EARLY:
                     self._model.refused(finished + 1)
-                elif decision.outcome == Outcome.EXPIRED and not busy:
+                elif decision.outcome == Outcome.EXPIRED and backlog_ns == 0:
                     self._model.refused(0)
                 record.outcome = decision.outcome
                 if decision.action == Action.PUBLISH:
@@ -362,8 +323,46 @@ class DeadlineLoop:
                 record.start_ns[stage] = start_ns
                 record.end_ns[stage] = end_ns
                 model.observe(stage, end_ns - start_ns)
-                if k == self._draining:
-                    self._draining = _NOTHING
+                if k in self._draining:
+                    self._draining = range(k + 1, self._draining.stop)
+        self._observe_previous()
+
+    def _backlog_ns(self, now_ns: int) -> int | None:
+        """How long older work will still take: 0 when nothing drains; None when the next frame has
+        to wait for it, because it cannot be queued behind or has outlived its quantile.
+        """
+        if self._observe_drained(now_ns):
+            return 0
+        if not self._backend.double_buffered or not self._draining or self._previous is not None:
+            return None
+        first = self._draining.start
+        start_ns = self._backend.span_ns(first)[0]
+        if start_ns == 0:
+            return None
+        model = self._model
+        left_ns = start_ns + model.quantile_ns(Stage.SEGMENT_0 + first) - now_ns
+        if left_ns <= 0:
+            return None
+        for k in self._draining[1:]:
+            left_ns += model.quantile_ns(Stage.SEGMENT_0 + k)
+        return left_ns
+
+    def _queue_behind(self) -> None:
+        """A frame is about to begin: spans of what drains are not the present frame's any more."""
+        if len(self._draining) == 1:
+            k = self._draining.start
+            self._previous = (k, self._backend.span_ns(k)[0])
+        self._draining = range(0)
+
+    def _observe_previous(self) -> None:
+        """Learn how long the segment took that the present frame was queued behind."""
+        if self._previous is None:
+            return
+        end_ns = self._backend.previous_end_ns()
+        if end_ns:
+            k, start_ns = self._previous
+            self._model.observe(Stage.SEGMENT_0 + k, end_ns - start_ns)
+            self._previous = None
 
     def _observe_drained(self, now_ns: int) -> bool:
         """True when nothing of an older frame is in flight; the drained segment's true duration
@@ -373,16 +372,18 @@ class DeadlineLoop:
         """
         if not self._backend.drain(now_ns):
             return False
-        if self._draining >= 0:
-            start_ns, end_ns = self._backend.span_ns(self._draining)
-            if end_ns:
-                self._model.observe(Stage.SEGMENT_0 + self._draining, end_ns - start_ns)
-                self._occupancy.idle(end_ns)
-            self._draining = _NOTHING
-        self._occupancy.idle(now_ns)
-        if self._held is not None:
-            self._slot.release(self._held)
-            self._held = None
+        self._observe_previous()
+        self._previous = None
+        end_ns = now_ns
+        for k in self._draining:
+            start_ns, ended_ns = self._backend.span_ns(k)
+            if ended_ns:
+                self._model.observe(Stage.SEGMENT_0 + k, ended_ns - start_ns)
+                end_ns = ended_ns
+        self._draining = range(0)
+        self._occupancy.idle(end_ns)
+        while self._held:
+            self._slot.release(self._held.pop())
         return True
 
     def _safe_ready(self, k: int) -> bool:

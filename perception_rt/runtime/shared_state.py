@@ -17,7 +17,7 @@ from perception_rt.core.frame import Outcome
 
 _WORDS = 128
 _TEXT_BYTES = 8192
-_SIZE = _WORDS * 8 + 2 * _TEXT_BYTES
+_SIZE = _WORDS * 8 + 4 * _TEXT_BYTES
 
 
 class WorkerState(IntEnum):
@@ -125,11 +125,20 @@ class SharedState:
     exit_count = _Int(32)
     error_code = _Int(33)
     heartbeat_gap_max_ns = _Int(34)
+    degraded = _Int(35)
+    """1 while the primary backend is out or on trial."""
+    backend_role = _Int(36)
+    """Which backend runs the next frame: 0 the primary, 1 the fallback."""
+    backend_switches = _Int(37)
 
     message = _Text(40, _WORDS * 8)
     """The worker's own words of what ended it."""
     report = _Text(41, _WORDS * 8 + _TEXT_BYTES)
     """RealtimeReport of the worker as JSON."""
+    backend = _Text(42, _WORDS * 8 + 2 * _TEXT_BYTES)
+    """What was selected, as JSON; see ``selection.Selected.report``."""
+    backend_fault = _Text(43, _WORDS * 8 + 3 * _TEXT_BYTES)
+    """Why the primary is out, or what the fallback's last rehearsal failed of; empty: nothing."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -16,7 +16,7 @@ from perception_rt.core.frame import FrameBuffer, Stage
 from perception_rt.core.latency_model import LatencyModel
 from perception_rt.detector.backend import PREPROCESS, Backend
 from perception_rt.detector.postprocess import Detections, Postprocessor
-from perception_rt.runtime.pipeline import Publisher
+from perception_rt.runtime.publisher import Publisher
 from perception_rt.runtime.shared_state import SharedState
 
 _RUN_LIMIT_NS = 30 * NS_PER_S

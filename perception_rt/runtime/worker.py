@@ -30,17 +30,19 @@ from perception_rt.core.latency_model import LatencyModel
 from perception_rt.detector.backend import Backend
 from perception_rt.detector.model import Model, load_model
 from perception_rt.detector.postprocess import Postprocessor
-from perception_rt.detector.select import load_backend
+from perception_rt.detector.select import LoadOptions, load_candidates
 from perception_rt.latency.recorder import Recorder
 from perception_rt.runtime.capture_loop import CaptureLoop, SourceLog
-from perception_rt.runtime.pipeline import DeadlineLoop, Heartbeat, NullPublisher, Publisher
+from perception_rt.runtime.pipeline import DeadlineLoop
+from perception_rt.runtime.publisher import Heartbeat, NullPublisher, Publisher
 from perception_rt.runtime.realtime import RealtimeSetup, die_with_parent
+from perception_rt.runtime.selection import Selected, select
 from perception_rt.runtime.shared_state import SharedState, WorkerState
 from perception_rt.runtime.warmup import warm_up
 
-SLOT_BUFFERS = 4
-"""One written, one newest, one being processed, one that an overrunning first segment may still
-read.
+SLOT_BUFFERS = 5
+"""One written, one newest, one being processed, and two that overrunning first segments may still
+read (two where a backend is double-buffered).
 """
 WAKE_MARGIN_NS = NS_PER_MS // 2
 """Measured p99 of a FIFO wake-up is 0.35 ms."""
@@ -83,16 +85,21 @@ class Worker:
         self.source = make_source(config)
         self.source.open()
         model = load_model(Path(config.model_dir))
-        self.backend: Backend = load_backend(
-            config.backend,
+        self._load_options = LoadOptions(
             model,
-            intra_op_threads=config.intra_op_threads,
+            config.intra_op_threads,
+            config.gpu,
             thread_init=self._init_inference_thread,
+            standby_init=self._init_fallback_thread,
         )
-        self.latency_model = LatencyModel(self.backend.exit_count)
+        self._candidates = load_candidates(
+            config.backend, config.fallback_backend, self._load_options
+        )
+        self._selected: Selected | None = None
+        exit_count = self._candidates.primaries[0].backend.exit_count
         self.postprocessor = Postprocessor(model, config.max_det)
         self.publisher = make_publisher(config, model)
-        state.exit_count = self.backend.exit_count
+        state.exit_count = exit_count
         state.session_id = secrets.randbits(62) | 1
         self._slot = NewestSlot(SLOT_BUFFERS)
         self._dropped: deque[FrameRecord] = deque()
@@ -103,7 +110,7 @@ class Worker:
             self._slot,
             self._dropped,
             state,
-            self.backend.exit_count,
+            exit_count,
             self._log,
             self.clock,
         )
@@ -113,6 +120,14 @@ class Worker:
     def _init_inference_thread(self) -> None:
         self.realtime.apply_to_thread(
             "inference", self.config.realtime.inference_priority, self.realtime.inference_core
+        )
+
+    def _init_fallback_thread(self) -> None:
+        """Below the primary's, on the same core: a rehearsal of the fallback holds nobody up."""
+        self.realtime.apply_to_thread(
+            "fallback",
+            max(self.config.realtime.inference_priority - 1, 1),
+            self.realtime.inference_core,
         )
 
     def run(self) -> None:
@@ -129,10 +144,17 @@ class Worker:
         self._capture_thread.start()
         self._deadline_thread.join()
         self._capture_thread.join()
-        self.backend_hung = not self.backend.close(CLOSE_TIMEOUT_S)
+        self.backend_hung = not self._close_backends()
         self.source.close()
         if self._log is not None:
             self._log.write()
+
+    def _close_backends(self) -> bool:
+        selected = self._selected
+        if selected is not None:
+            return selected.backend.close(CLOSE_TIMEOUT_S) and not selected.left_behind
+        closed = [one.backend.close(CLOSE_TIMEOUT_S) for one in self._candidates.all()]
+        return all(closed)
 
     def _guarded(self, body: Callable[[], None]) -> None:
         try:
@@ -162,18 +184,11 @@ class Worker:
         rights = self.realtime.apply_to_thread(
             "deadline", realtime.deadline_priority, self.realtime.capture_core
         )
-        state.first_exit_p99_ns = warm_up(
-            self.source,
-            self.backend,
-            self.postprocessor,
-            self.publisher,
-            self.latency_model,
-            state,
-            config.max_det,
-            config.warmup_runs,
-            config.first_exit_runs,
-            self.clock,
+        selected = self._selected = select(
+            config.backend, self._candidates, self._load_options, self._warm_up
         )
+        state.first_exit_p99_ns = selected.first_exit_p99_ns
+        state.backend = json.dumps(selected.report)
         self._capture_has_rights.wait()
         self.realtime.lock_memory()
         self.realtime.freeze_gc()
@@ -182,12 +197,16 @@ class Worker:
         margin_ns = (
             WAKE_MARGIN_NS if rights.policy == "SCHED_FIFO" else WAKE_MARGIN_WITHOUT_FIFO_NS
         )
+        fallback = None
+        if selected.fallback is not None:
+            spare, model = selected.fallback
+            fallback = (model, _policy(spare, model, margin_ns))
         loop = DeadlineLoop(
-            self.backend,
+            selected.backend,
             self._slot,
             self._dropped,
-            self.latency_model,
-            ExitPolicy(self.backend.exit_count, self.latency_model, wake_margin_ns=margin_ns),
+            selected.model,
+            _policy(selected.primary, selected.model, margin_ns),
             self.postprocessor,
             self.publisher,
             state,
@@ -195,11 +214,33 @@ class Worker:
             config.max_det,
             self._recorder,
             self.clock,
+            fallback,
         )
         self._ready.set()
         loop.announce(WorkerState.INACTIVE)
         serve(loop, self._capture, state)
         loop.announce(WorkerState.STOPPING)
+
+    def _warm_up(self, backend: Backend, model: LatencyModel) -> int:
+        config = self.config
+        return warm_up(
+            self.source,
+            backend,
+            self.postprocessor,
+            self.publisher,
+            model,
+            self.state,
+            config.max_det,
+            config.warmup_runs,
+            config.first_exit_runs,
+            self.clock,
+        )
+
+
+def _policy(backend: Backend, model: LatencyModel, margin_ns: int) -> ExitPolicy:
+    return ExitPolicy(
+        backend.exit_count, model, wake_margin_ns=margin_ns, look_ahead=backend.look_ahead
+    )
 
 
 def serve(loop: DeadlineLoop, capture: CaptureLoop, state: SharedState) -> None:

@@ -32,10 +32,10 @@ _MISSING_AFTER_NS = PDU_PERIOD_NS + PDU_PERIOD_NS // 2
 
 
 class Transition(NamedTuple):
-    """A change of the permit or of the E2E state.
+    """A change of the permit, of the E2E state, or of what the detector runs on.
 
-    ``kind`` is ``permit`` or ``e2e``; ``since_accepted_ns`` counts from the last accepted PDU, -1
-    without one.
+    ``kind`` is ``permit``, ``e2e`` or ``degraded`` (``no``, ``yes``); ``since_accepted_ns`` counts
+    from the last accepted PDU, -1 without one.
     """
 
     monotonic_ns: int
@@ -90,6 +90,8 @@ class Receiver:
         self.permit = False
         self.received = 0
         self.accepted = 0
+        self.degraded = False
+        self.accepted_degraded = 0
         self.lost = 0
         self.bad_payloads = 0
         self.replayed = 0
@@ -141,6 +143,7 @@ class Receiver:
             self._timer_armed = True
             self._refusal = refusal
             self._follow_session(pdu)
+            self._follow_degraded(now_ns, pdu)
         elif refusal:
             self._refusal = refusal
         self._add(now_ns, status, f"PDU {status.name}")
@@ -163,6 +166,8 @@ class Receiver:
         return {
             "received": self.received,
             "accepted": self.accepted,
+            "accepted_degraded": self.accepted_degraded,
+            "degraded": self.degraded,
             "lost": self.lost,
             "bad_payloads": self.bad_payloads,
             "replayed": self.replayed,
@@ -220,6 +225,16 @@ class Receiver:
             self._session_id = 0
         elif self._session_id == 0:
             self._session_id = pdu.session_id
+
+    def _follow_degraded(self, now_ns: int, pdu: SafetyPdu) -> None:
+        """Report only: what the controller does about it is its own rule."""
+        self.accepted_degraded += pdu.degraded
+        if pdu.degraded is not self.degraded:
+            self.degraded = pdu.degraded
+            names = ("no", "yes")
+            self._report(
+                now_ns, "degraded", names[not pdu.degraded], names[pdu.degraded], "PDU flag"
+            )
 
     def _judge(self, now_ns: int) -> None:
         valid = self.state is E2EState.VALID

@@ -24,9 +24,10 @@ AGE_UNKNOWN_US = 0xFFFF_FFFF
 
 _LAYOUT = struct.Struct(">BBHBBBBQQQIHIII")
 _PERMIT_BYTES = (0x00, 0x01)
-_FLAG_SIMULATED = 0x01
+_FLAG_SIMULATED, _FLAG_DEGRADED = 0x01, 0x02
+_KNOWN_FLAGS = _FLAG_SIMULATED | _FLAG_DEGRADED
 _KNOWN_STATES = frozenset(State)
-_KNOWN_CAUSES = sum(Cause)
+_KNOWN_CAUSES = sum(Cause) - int(Cause.DEGRADED)  # that one has a flag
 _U8, _U16, _U32 = 0xFF, 0xFFFF, 0xFFFF_FFFF
 
 
@@ -48,7 +49,7 @@ class SafetyPdu:
 
     Attributes:
         state: supervision state, a ``State``.
-        causes: supervision causes, a sum of ``Cause``.
+        causes: supervision causes, a sum of ``Cause`` without DEGRADED.
         permit: the detector's answers may be used.
         simulated_source: frames come from a bag, a video or simulated time.
         session_id: of the supervised worker, 0 for none; 64 bit.
@@ -59,6 +60,7 @@ class SafetyPdu:
         consecutive_misses: since the last met frame.
         window_misses: in the (m,k)-firm window.
         total_misses: in the worker's session.
+        degraded: the detector runs on its fallback backend; says nothing against the permit.
         nonce_echo: the controller's last nonce, 0 for none (reserved: always 0 in this version's
             sender).
         nonce_age_us: since that nonce was received, us; 0 without a nonce.
@@ -75,6 +77,7 @@ class SafetyPdu:
     consecutive_misses: int
     window_misses: int
     total_misses: int
+    degraded: bool = False
     nonce_echo: int = 0
     nonce_age_us: int = 0
 
@@ -89,7 +92,8 @@ class SafetyPdu:
             raise UsageError(f"safety PDU: state {self.state} is unknown: use one of State")
         if self.causes & ~_KNOWN_CAUSES:
             raise UsageError(
-                f"safety PDU: causes {self.causes:#x} is no sum of known bits: use Cause"
+                f"safety PDU: causes {self.causes:#x} is no sum of known bits: use Cause, and "
+                "the flag for DEGRADED"
             )
         try:
             return _LAYOUT.pack(
@@ -98,7 +102,8 @@ class SafetyPdu:
                 self.causes,
                 _PERMIT_BYTES[self.permit],
                 _PERMIT_BYTES[self.permit] ^ 0xFF,
-                _FLAG_SIMULATED if self.simulated_source else 0,
+                (_FLAG_SIMULATED if self.simulated_source else 0)
+                | (_FLAG_DEGRADED if self.degraded else 0),
                 min(self.window_misses, _U8),
                 self.session_id,
                 self.sent_ns,
@@ -158,7 +163,7 @@ class SafetyPdu:
             raise PduError(
                 f"safety PDU: causes {causes:#06x} has bits unknown to version {VERSION}"
             )
-        if flags & ~_FLAG_SIMULATED:
+        if flags & ~_KNOWN_FLAGS:
             raise PduError(f"safety PDU: flags {flags:#04x} has bits unknown to version {VERSION}")
         return cls(
             state=state,
@@ -172,6 +177,7 @@ class SafetyPdu:
             consecutive_misses=consecutive_misses,
             window_misses=window_misses,
             total_misses=total_misses,
+            degraded=bool(flags & _FLAG_DEGRADED),
             nonce_echo=nonce_echo,
             nonce_age_us=nonce_age_us,
         )

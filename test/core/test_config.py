@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perception_rt.core.config import RealtimeConfig, RosConfig, SourceConfig, WorkerConfig
+from perception_rt.core.config import (
+    GpuOptions,
+    RealtimeConfig,
+    RosConfig,
+    SourceConfig,
+    WorkerConfig,
+)
 from perception_rt.core.errors import UsageError
 
 SOURCE = SourceConfig("bag", "some/bag")
@@ -30,6 +36,14 @@ SOURCE = SourceConfig("bag", "some/bag")
         budget_ns=st.integers(1, 10**12),
         frame_skip=st.booleans(),
         warmup_runs=st.integers(50, 1000),
+        fallback_backend=st.text(max_size=9),
+        gpu=st.builds(
+            GpuOptions,
+            engine_cache_dir=st.text(max_size=9),
+            precision=st.sampled_from(["auto", "fp32", "fp16", "int8"]),
+            dla_core=st.integers(-1, 3),
+            build_on_configure=st.booleans(),
+        ),
         realtime=st.builds(
             RealtimeConfig, required=st.booleans(), inference_core=st.integers(-1, 64)
         ),
@@ -60,3 +74,15 @@ def test_what_cannot_be_used_is_refused_with_the_reason(changes, message):
     fields = {"model_dir": "m", "source": SOURCE, "budget_ns": 1, **changes}
     with pytest.raises(UsageError, match=message):
         WorkerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8' is unknown: use one of auto, fp32, fp16, int8"),
+        ({"dla_core": -2}, "dla_core must be -1 .* got -2"),
+    ],
+)
+def test_options_of_a_gpu_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        GpuOptions(**changes)

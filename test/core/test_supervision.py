@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from perception_rt.core.clock import NS_PER_MS
@@ -29,7 +31,7 @@ class Scene:
     def __init__(self, **limits):
         self.supervisor = Supervisor(SupervisionConfig(**limits))
         self.now = 10_000 * MS
-        self.worker = {
+        self.worker: dict[str, Any] = {
             "session_id": 7,
             "node_session_id": 3,
             "activation_count": 1,
@@ -39,6 +41,7 @@ class Scene:
             "deadline_count": 0,
             "inference_count": 0,
             "source_state": SourceState.OK,
+            "degraded": False,
         }
         self.frame_id = 0
         self.epoch = 0
@@ -717,3 +720,36 @@ def test_limits_that_cannot_be_met_are_refused(limits):
 def test_allowed_silence_follows_the_camera():
     assert SupervisionConfig().frame_silence_ns == 250 * MS
     assert SupervisionConfig(frame_period_ns=200 * MS).frame_silence_ns == 600 * MS
+
+
+# Fallback backend
+
+
+def test_a_degraded_detector_keeps_its_permit_and_is_reported():
+    scene = Scene().running()
+    result = scene.step(degraded=True)
+    assert (result.state, result.permit, result.causes) == (State.OK, True, Cause.DEGRADED)
+    assert result.reason == "the detector runs on its fallback backend"
+    for _ in range(200):
+        result = scene.step()
+    assert (result.state, result.permit, result.causes) == (State.OK, True, Cause.DEGRADED)
+    result = scene.step(degraded=False)
+    assert (result.state, result.permit, result.causes, result.reason) == (State.OK, True, 0, "")
+
+
+def test_degraded_stands_beside_a_fault_and_hides_no_reason():
+    scene = Scene().running()
+    for outcome in (LATE, OK, LATE, OK, LATE):
+        result = scene.step(outcome, degraded=True)
+    assert result.state == State.FAILED
+    assert result.permit
+    assert result.causes == Cause.DEADLINE | Cause.DEGRADED
+    assert result.reason.startswith("3 misses in ")
+
+
+def test_degraded_saves_nobody_from_expiry():
+    scene = Scene().running()
+    for _ in range(3):
+        result = scene.step(LATE, degraded=True)
+    assert (result.state, result.permit) == (State.EXPIRED, False)
+    assert result.causes == Cause.DEADLINE

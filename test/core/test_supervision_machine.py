@@ -33,6 +33,7 @@ class Life(RuleBasedStateMachine):
         self.activations = 0
         self.worker_state = WorkerState.INACTIVE
         self.sequence = self.counter = self.frame_id = self.epoch = 0
+        self.degraded = False
         # what the test itself knows
         self.latched = False
         self.may_leave = False  # an explicit reset was heard since it latched
@@ -57,8 +58,10 @@ class Life(RuleBasedStateMachine):
             assert self.beat_ns >= self.blind_ns, "permit from what was heard before own lag"
             assert result.consecutive_misses < 3
             assert result.window_misses <= 4
+        said = bool(result.causes & Cause.DEGRADED)
+        assert said is (result.state in PERMITTED and self.heard_degraded)
         if result.state == State.OK:
-            assert result.causes == 0
+            assert result.causes & ~Cause.DEGRADED == 0
             assert result.window_misses <= 2
         if result.state in (State.FAILED, State.EXPIRED, State.SELF_LAG):
             assert result.causes != 0
@@ -83,6 +86,7 @@ class Life(RuleBasedStateMachine):
         self.heard_anything = False
 
     heard_anything = False
+    heard_degraded = False
 
     def beat(self, moving=True, source_state=SourceState.OK):
         self.heard_anything = True
@@ -90,8 +94,9 @@ class Life(RuleBasedStateMachine):
         self.counter += moving
         beat = HeartbeatFacts(
             self.session, self.node, self.activations, self.worker_state, self.sequence,
-            self.counter, self.counter, self.counter, source_state,
+            self.counter, self.counter, self.counter, source_state, self.degraded,
         )  # fmt: skip
+        self.heard_degraded = self.degraded
         self.supervisor.on_heartbeat(self.now, beat)
         self.beat_ns = self.now
         if self.worker_state == WorkerState.ACTIVE:
@@ -109,6 +114,11 @@ class Life(RuleBasedStateMachine):
     def silence(self, count):
         for _ in range(count):
             self.judge()
+
+    @rule()
+    def switch_backend(self):
+        """Running on the fallback is said, and costs nothing."""
+        self.degraded = not self.degraded
 
     @rule()
     def lose_source(self):
@@ -189,7 +199,7 @@ class Life(RuleBasedStateMachine):
         self.heard_anything = True
         beat = HeartbeatFacts(
             self.session, self.node, self.activations, self.worker_state, self.sequence + 1,
-            self.counter + 1, self.counter + 1, self.counter + 1, SourceState.OK,
+            self.counter + 1, self.counter + 1, self.counter + 1, SourceState.OK, False,
         )._replace(**{field: value})  # fmt: skip
         if value == 10**9 and not field.endswith("state"):
             return  # a value that can be

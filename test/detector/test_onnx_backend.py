@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from support.tiny_model import expected_detections, write_tiny_model
 
 from perception_rt.core.clock import NS_PER_S, ManualClock
-from perception_rt.core.errors import BackendError, ModelError
+from perception_rt.core.config import GpuOptions
+from perception_rt.core.errors import BackendError, ModelError, UnavailableError, UsageError
 from perception_rt.detector.backend import PREPROCESS, Backend
 from perception_rt.detector.model import Model, load_model
-from perception_rt.detector.onnx_backend import OnnxBackend
+from perception_rt.detector.onnx_backend import CPU, CUDA, TENSORRT, OnnxBackend
 from perception_rt.detector.postprocess import Detections, Postprocessor
 from perception_rt.detector.preprocess import Preprocessor
 
@@ -236,3 +237,79 @@ def test_the_deepest_exit_of_the_real_model_finds_pedestrians(
     height, width, _ = image.shape
     assert (out.boxes[:count, 2] <= width).all()
     assert (out.boxes[:count, 3] <= height).all()
+
+
+class Wheel:
+    """Stands in for an ONNX Runtime with GPU providers: sessions run on the CPU all the same."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, available: list[str], starts: bool
+    ) -> None:
+        self.asked: list[list[tuple[str, dict[str, Any]]]] = []
+        real = ort.InferenceSession
+        wheel = self
+
+        class Session(real):  # type: ignore[misc,valid-type]
+            def __init__(self, data: bytes, options: Any, providers: Any) -> None:
+                wheel.asked.append(providers)
+                super().__init__(data, options, providers=["CPUExecutionProvider"])
+
+            def get_providers(self) -> list[str]:
+                return [name for name, _ in wheel.asked[-1]] if starts else [CPU]
+
+        monkeypatch.setattr(ort, "InferenceSession", Session)
+        monkeypatch.setattr(ort, "get_available_providers", lambda: available)
+
+
+def test_the_cuda_provider_is_asked_for_with_the_cpu_behind_it(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = Wheel(monkeypatch, [CUDA, CPU], starts=True)
+    with closing(OnnxBackend(tiny, provider=CUDA)) as backend:
+        run_frame(backend, grey(51))
+        assert backend.detections(2) == pytest.approx(expected_detections(2, 0.2))
+    assert wheel.asked == [[(CUDA, {}), (CPU, {})]] * 3
+
+
+def test_the_tensorrt_provider_gets_precision_and_cache(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = Wheel(monkeypatch, [TENSORRT, CUDA, CPU], starts=True)
+    gpu = GpuOptions(precision="fp16", engine_cache_dir="/somewhere")
+    with closing(OnnxBackend(tiny, provider=TENSORRT, gpu=gpu)):
+        pass
+    options = {
+        "trt_fp16_enable": True,
+        "trt_int8_enable": False,
+        "trt_engine_cache_enable": True,
+        "trt_engine_cache_path": "/somewhere",
+    }
+    assert wheel.asked[0] == [(TENSORRT, options), (CUDA, {}), (CPU, {})]
+    with closing(OnnxBackend(tiny, provider=TENSORRT)):
+        pass
+    plain = {"trt_fp16_enable": False, "trt_int8_enable": False}
+    assert wheel.asked[-1] == [(TENSORRT, plain), (CUDA, {}), (CPU, {})]
+
+
+def test_a_provider_that_does_not_start_is_refused_not_replaced_by_the_cpu(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Wheel(monkeypatch, [CUDA, CPU], starts=False)
+    with pytest.raises(UnavailableError, match="has CUDAExecutionProvider but could not start it"):
+        OnnxBackend(tiny, provider=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("provider", "gpu", "words"),
+    [
+        (CUDA, GpuOptions(precision="fp16"), "precision fp16 is not offered by CUDA"),
+        (CUDA, GpuOptions(dla_core=0), "dla_core 0 is not offered"),
+        (TENSORRT, GpuOptions(dla_core=1), "dla_core 1 is not offered"),
+    ],
+)
+def test_an_option_that_a_provider_lacks_is_refused(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, provider: str, gpu: GpuOptions, words: str
+) -> None:
+    Wheel(monkeypatch, [TENSORRT, CUDA, CPU], starts=True)
+    with pytest.raises(UsageError, match=words):
+        OnnxBackend(tiny, provider=provider, gpu=gpu)

@@ -18,7 +18,7 @@ from vision_msgs.msg import Detection2D, Detection2DArray, ObjectHypothesisWithP
 
 from perception_rt.core.frame import FrameRecord, Outcome, Stage, StampSource
 from perception_rt.ros.cdr import DetectionsEncoder, FrameTimingEncoder, encode_heartbeat
-from perception_rt.runtime.pipeline import Heartbeat
+from perception_rt.runtime.publisher import Heartbeat
 
 LABELS = ["", "a", "car", "person", "teddy bear", "café", "traffic light"]
 PIXEL = st.floats(-1e4, 1e4, width=32)
@@ -252,6 +252,7 @@ def test_heartbeat_decodes_to_its_fields(
     beat.outcome_totals = values[7:14]
     beat.source_state = 1
     beat.stamp_source = 4
+    beat.degraded = activation % 2 == 1
     message = decode(encode_heartbeat(beat), WorkerHeartbeat)
     for name in Heartbeat.__slots__:
         if name != "outcome_totals":

@@ -8,7 +8,13 @@ pytest.importorskip("rclpy", reason="rclpy is not installed (scripts/setup.sh)")
 
 from perception_rt_msgs.msg import FrameTiming, SupervisionStatus, WorkerHeartbeat
 
-from perception_rt.core.config import RealtimeConfig, RosConfig, SourceConfig, WorkerConfig
+from perception_rt.core.config import (
+    GpuOptions,
+    RealtimeConfig,
+    RosConfig,
+    SourceConfig,
+    WorkerConfig,
+)
 from perception_rt.core.errors import UsageError
 from perception_rt.core.supervision import (
     Cause,
@@ -61,6 +67,11 @@ def test_every_parameter_arrives() -> None:
         "max_det": 9,
         "frame_skip": True,
         "backend": "a:B",
+        "fallback_backend": "c:D",
+        "engine_cache_dir": "engines",
+        "precision": "fp16",
+        "dla_core": 1,
+        "build_on_configure": True,
         "intra_op_threads": 2,
         "warmup_runs": 51,
         "realtime.enabled": False,
@@ -82,6 +93,8 @@ def test_every_parameter_arrives() -> None:
         frame_skip=True,
         warmup_runs=51,
         backend="a:B",
+        fallback_backend="c:D",
+        gpu=GpuOptions("engines", "fp16", 1, True),
         intra_op_threads=2,
         source_log="log",
         realtime=RealtimeConfig(False, True, 1, 2, 3, 4, 5),
@@ -122,8 +135,9 @@ def test_facts_of_a_heartbeat() -> None:
         deadline_count=6,
         inference_count=7,
         source_state=1,
+        degraded=True,
     )
-    assert heartbeat_facts(beat) == HeartbeatFacts(1, 2, 3, 2, 4, 5, 6, 7, 1)
+    assert heartbeat_facts(beat) == HeartbeatFacts(1, 2, 3, 2, 4, 5, 6, 7, 1, True)
 
 
 def test_facts_of_a_frame() -> None:

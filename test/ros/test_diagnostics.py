@@ -71,6 +71,7 @@ def test_names_follow_the_convention(keeper: Keeper) -> None:
         "front/detector: worker",
         "front/detector: deadline",
         "front/detector: source",
+        "front/detector: backend",
         "front/detector: realtime",
         "front/detector: qos",
     ]
@@ -163,6 +164,39 @@ def test_the_source_s_state(keeper: Keeper, state: SourceState, level: bytes) ->
     source = report(Diagnostics("/d"), keeper)["d: source"]
     assert source.level == level
     assert source.message == f"{state.name}, 0.00 frames per second"
+
+
+def test_the_backend_that_runs(keeper: Keeper) -> None:
+    diagnostics, state = Diagnostics("/d"), keeper.process.state
+    chosen = {
+        "primary": "tensorrt",
+        "fallback": "onnxruntime",
+        "reason": "as configured",
+        "detail": "TensorRT 10.3.0",
+    }
+    state.backend = json.dumps(chosen)
+    status = report(diagnostics, keeper)["d: backend"]
+    assert (status.level, status.message) == (OK, "tensorrt runs")
+    assert values(status) == {
+        "primary": "tensorrt",
+        "fallback": "onnxruntime",
+        "running": "tensorrt",
+        "switches": "0",
+        "reason": "as configured",
+        "detail": "TensorRT 10.3.0",
+    }
+    state.degraded = state.backend_role = state.backend_switches = 1
+    state.backend_fault = "tensorrt: 2 bad frames in a row, last: NaN"
+    status = report(diagnostics, keeper)["d: backend"]
+    assert status.level == WARN
+    assert status.message == (
+        "DEGRADED, onnxruntime runs: tensorrt: 2 bad frames in a row, last: NaN"
+    )
+    assert values(status)["running"] == "onnxruntime"
+    state.degraded = state.backend_role = 0
+    state.backend_fault = "fallback onnxruntime: segment 0 failed"
+    status = report(diagnostics, keeper)["d: backend"]
+    assert (status.level, status.message) == (WARN, "fallback onnxruntime: segment 0 failed")
 
 
 def test_missing_rights_are_a_warning(keeper: Keeper) -> None:

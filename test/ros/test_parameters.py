@@ -78,6 +78,25 @@ def test_a_value_is_accepted_only_within_type_and_range(
         ("max_det", 2.0, "max_det must be a whole number, got 2.0"),
         ("loop", 1, "loop must be true or false, got 1"),
         ("source_uri", 7, "source_uri must be a text, got 7"),
+        (
+            "backend",
+            "tensorflow",
+            (
+                "backend must be one of auto, tensorrt, onnxruntime-tensorrt, onnxruntime-cuda, "
+                "onnxruntime, or module:Class, got 'tensorflow'"
+            ),
+        ),
+        ("backend", "a:B", ""),
+        (
+            "fallback_backend",
+            "tensorrt",
+            (
+                "fallback_backend must be one of auto, none, onnxruntime, or module:Class, got "
+                "'tensorrt'"
+            ),
+        ),
+        ("precision", "a:B", "precision must be one of auto, fp32, fp16, int8, got 'a:B'"),
+        ("dla_core", 4, "dla_core must lie between -1 and 3, got 4"),
         ("source", "camera", "source must be one of bag, video, topic, got 'camera'"),
     ],
 )

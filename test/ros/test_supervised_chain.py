@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,7 +38,7 @@ class Heard(NamedTuple):
 class Chain:
     """The graph's processes, and a thread that keeps every PDU."""
 
-    def __init__(self, model: Path, repository: Path, log: Path) -> None:
+    def __init__(self, model: Path, repository: Path, log: Path, **detector: str) -> None:
         self.log = log
         self.heard: list[Heard] = []
         self._receiver = UdpReceiver("127.0.0.1", 0)
@@ -48,7 +49,7 @@ class Chain:
             bag=str(repository / "test" / "data" / "pedestrians_mcap"),
             model=str(model),
             deadline_ms="100",
-            detector={"loop": True, "warmup_runs": 50},
+            detector={"loop": True, "warmup_runs": 50, **detector},
             watchdog={"pdu.port": self._receiver.port},
         )
         self._file = log.open("w")
@@ -111,6 +112,40 @@ def chain(domain: int, tiny_model: Path, repository: Path, tmp_path: Path):
         yield chain
     finally:
         chain.close()
+
+
+def test_a_failing_backend_is_reported_as_degraded_and_keeps_the_permit(
+    domain: int,
+    tiny_model: Path,
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repository / "test"))
+    # Frames are counted from the warm-up's 50 on; 30 a second.
+    monkeypatch.setenv("PERCEPTION_RT_TEST_BACKEND", json.dumps({"raise_frames": [110, 111]}))
+    names = {
+        "backend": "support.backends:FaultyBackend",
+        "fallback_backend": "support.backends:ScriptedBackend",
+    }
+    chain = Chain(tiny_model, repository, tmp_path / "log", **names)
+    try:
+        chain.permitted()
+        degraded = chain.after(0, lambda pdu: pdu.degraded)
+        assert (degraded.pdu.state, degraded.pdu.permit) == (1, True)
+        assert degraded.pdu.causes == 0
+        back = chain.after(degraded.at_ns, lambda pdu: not pdu.degraded)
+        assert back.pdu.permit
+        between = [h.pdu for h in chain.heard if degraded.at_ns <= h.at_ns < back.at_ns]
+        assert len(between) > 50
+        assert all(pdu.permit for pdu in between)
+    finally:
+        chain.close()
+    log = chain.log.read_text()
+    assert "-> OK (permit) judged at " in log
+    assert "DEGRADED: the detector runs on its fallback backend" in log
+    assert "backend: DEGRADED, support.backends:FaultyBackend: 2 bad frames in a row" in log
+    assert "backend: the primary runs again at " in log
 
 
 def test_a_killed_worker_costs_the_permit_until_reset(chain: Chain) -> None:

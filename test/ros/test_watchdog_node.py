@@ -184,6 +184,22 @@ def test_silence_of_a_detector_that_never_came_is_said_in_every_cycle(bench) -> 
         assert pdu.last_met_age_us == AGE_UNKNOWN_US
 
 
+def test_degraded_is_a_flag_of_the_pdu_a_cause_of_the_status_and_no_fault(bench) -> None:
+    watch = bench()
+    watch.beat(degraded=True)
+    watch.frame(1)
+    pdu = watch.cycle()
+    assert (pdu.state, pdu.permit, pdu.degraded, pdu.causes) == (1, True, True, 0)
+    watch.beat(degraded=False)
+    pdu = watch.cycle()
+    assert (pdu.state, pdu.permit, pdu.degraded, pdu.causes) == (1, True, False, 0)
+    wait_until(lambda: rclpy.spin_once(watch.detector, timeout_sec=0.1) or len(watch.status) >= 2)
+    wait_until(lambda: rclpy.spin_once(watch.detector, timeout_sec=0.1) or watch.safety)
+    assert [status.causes for status in watch.status[:2]] == [SupervisionStatus.CAUSE_DEGRADED, 0]
+    assert watch.status[0].reason == "the detector runs on its fallback backend"
+    assert watch.safety[0].degraded
+
+
 def test_permit_from_the_first_met_frame_on(bench) -> None:
     watch = bench()
     watch.beat()

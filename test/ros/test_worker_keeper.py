@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("rclpy", reason="rclpy is not installed (scripts/setup.sh)")
 
 from perception_rt.core.clock import ManualClock
-from perception_rt.core.config import SourceConfig, WorkerConfig
+from perception_rt.core.config import GpuOptions, SourceConfig, WorkerConfig
 from perception_rt.core.errors import InputError, UnavailableError
 from perception_rt.ros.worker_keeper import BACKOFF_NS, MAX_RESTARTS, Phase, WorkerKeeper
 from perception_rt.runtime.shared_state import WorkerState
@@ -45,6 +46,7 @@ class FakeWorker:
 
     def wait_ready(self, timeout_s: float, progress: Any) -> None:
         self.calls.append("wait")
+        self.ready_limit_s = timeout_s
         progress(0, 50)
         if self.world.broken:
             raise InputError("no such bag")
@@ -84,12 +86,12 @@ class FakeWorker:
 class World:
     """A keeper with its clock, its log and the workers it started."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WorkerConfig = CONFIG) -> None:
         self.clock = ManualClock(1_000 * MS)
         self.workers: list[FakeWorker] = []
         self.log: list[tuple[str, str]] = []
         self.refuse = self.broken = self.deaf = False
-        self.keeper = WorkerKeeper(CONFIG, self, self.spawn, self.clock.now)  # type: ignore[arg-type]
+        self.keeper = WorkerKeeper(config, self, self.spawn, self.clock.now)  # type: ignore[arg-type]
 
     def spawn(self, config: WorkerConfig) -> FakeWorker:
         self.workers.append(FakeWorker(self, config, 100 + len(self.workers)))
@@ -243,6 +245,14 @@ def test_rare_ends_are_restarted_for_ever(world: World) -> None:
         world.pass_time(20_000)
         assert world.keeper.phase is Phase.RUNNING
     assert world.keeper.restarts == 12
+
+
+def test_building_engines_gets_its_time_at_configure_alone(world: World) -> None:
+    assert world.running().ready_limit_s == 110.0
+    building = dataclasses.replace(CONFIG, gpu=GpuOptions(build_on_configure=True))
+    patient = World(building)
+    assert patient.running().ready_limit_s == 3710.0
+    assert patient.keeper.ready_timeout_s == 110.0
 
 
 def test_a_worker_that_never_gets_ready_is_replaced(world: World) -> None:

@@ -21,7 +21,8 @@ from perception_rt.core.latency_model import LatencyModel
 from perception_rt.detector.backend import PREPROCESS
 from perception_rt.detector.postprocess import Postprocessor
 from perception_rt.detector.preprocess import letterbox_geometry
-from perception_rt.runtime.pipeline import HEARTBEAT_PERIOD_NS, DeadlineLoop, Heartbeat
+from perception_rt.runtime.pipeline import HEARTBEAT_PERIOD_NS, DeadlineLoop
+from perception_rt.runtime.publisher import Heartbeat
 from perception_rt.runtime.shared_state import SharedState, WorkerState
 
 MS = NS_PER_MS
@@ -34,6 +35,8 @@ class ScriptedBackend:
     (ms).
     """
 
+    look_ahead = 0
+    double_buffered = False
     exit_count = EXITS
     progress = 0
     letterbox = letterbox_geometry(32, 24, 32, 32)
@@ -48,8 +51,10 @@ class ScriptedBackend:
         self.begun = []
 
     def begin(self, image):
-        assert self.clock.now() >= self.free_at, "begin while something is in flight"
+        if not self.double_buffered:
+            assert self.clock.now() >= self.free_at, "begin while something is in flight"
         self.frame += 1
+        self.previous_end = self.free_at
         self.spans = {}
         self.begun.append(image)
         self._queue(PREPROCESS, MS)
@@ -90,8 +95,30 @@ class ScriptedBackend:
         start, end = self.spans.get(k, (0, 0))
         return (start, end) if end and end <= self.clock.now() else (start, 0)
 
+    def previous_end_ns(self):
+        return self.previous_end if self.previous_end <= self.clock.now() else 0
+
     def close(self, timeout_s=1.0):
         return True
+
+
+class DoubleBuffered(ScriptedBackend):
+    """What is queued behind an older frame's work, or a segment ahead, starts when that ends."""
+
+    look_ahead = 1
+    double_buffered = True
+
+    def begin(self, image):
+        in_flight = [end for _, end in self.spans.values() if end > self.clock.now()]
+        assert not (in_flight and self.behind), "both buffer sets are in flight"
+        self.behind = bool(in_flight)
+        super().begin(image)
+
+    behind = False
+
+    def span_ns(self, k):
+        start, end = super().span_ns(k)
+        return (start, end) if start <= self.clock.now() else (0, 0)
 
 
 class Postprocess(Postprocessor):
@@ -132,14 +159,16 @@ class Publisher:
 
 
 class Rig:
-    def __init__(self, script, budget_ms=100, fault_at=None, publish_ns=MS):
+    def __init__(
+        self, script, budget_ms=100, fault_at=None, publish_ns=MS, backend=ScriptedBackend
+    ):
         self.clock = ManualClock(1_000 * MS)
         self.state = SharedState.create()
         self.state.budget_ns = budget_ms * MS
         self.state.confidence_threshold = 0.4
         self.state.max_det = 10
-        self.backend = ScriptedBackend(self.clock, script, fault_at)
-        self.slot = NewestSlot(4)
+        self.backend = backend(self.clock, script, fault_at)
+        self.slot = NewestSlot(5)
         self.dropped = deque()
         self.model = LatencyModel(EXITS)
         self.model.prior(Stage.PREPROCESS, [MS])
@@ -153,7 +182,7 @@ class Rig:
             self.slot,
             self.dropped,
             self.model,
-            ExitPolicy(EXITS, self.model, wake_margin_ns=MS),
+            ExitPolicy(EXITS, self.model, wake_margin_ns=MS, look_ahead=backend.look_ahead),
             Postprocess(self.clock),
             self.publisher,
             self.state,
@@ -362,6 +391,44 @@ def test_overslept_beats_are_skipped_not_sent_in_a_burst(rig):
     assert r.state.heartbeat_gap_max_ns == 75 * MS
 
 
+def test_look_ahead_queues_the_next_segment_and_one_overrun_drains_both(rig):
+    r = rig([[10 * MS, 200 * MS, 30 * MS]], budget_ms=100, backend=DoubleBuffered)
+    r.deliver()
+    # Segment 2 was queued behind segment 1 while that looked as if it fitted.
+    assert r.run() == (1, Outcome.OVERRUN, 0, 1_099 * MS)
+    assert r.backend.spans[2] == (1_211 * MS, 1_241 * MS)
+    r.clock.advance_to(1_300 * MS)
+    r.deliver()
+    r.run()
+    assert r.model.quantile_ns(Stage.SEGMENT_0 + 1) == 200 * MS
+
+
+def test_the_next_frame_queues_behind_the_drain_and_counts_it(rig):
+    r = rig([[10 * MS, 20 * MS, 45 * MS], *PLAIN], budget_ms=70, backend=DoubleBuffered)
+    r.model.prior(Stage.SEGMENT_0 + 2, [34 * MS])
+    r.deliver()
+    # 31 + 34 + M <= 70: launched; at 67 it is not ready.
+    assert r.run() == (1, Outcome.OVERRUN, 1, 1_069 * MS)
+    r.model.prior(Stage.SEGMENT_0 + 2, [50 * MS])
+    r.deliver()
+    # It begins at 1_069, runs from 1_076 on, when segment 2 of the frame before ends.
+    frame_id, outcome, head, _ = r.run()
+    assert (frame_id, outcome, head) == (2, Outcome.EARLY, 1)
+    spans = list(zip(r.publisher.last["start_ns"], r.publisher.last["end_ns"]))
+    assert spans[Stage.PREPROCESS] == (1_076 * MS, 1_077 * MS)
+    # And the true 45 ms of the drained segment were learned.
+    assert 45 * MS in r.model._stages[Stage.SEGMENT_0 + 2]._ring
+
+
+def test_nothing_is_queued_behind_a_segment_that_outlived_its_quantile(rig):
+    r = rig([[10 * MS, 20 * MS, 500 * MS], *PLAIN], budget_ms=80, backend=DoubleBuffered)
+    r.deliver()
+    assert r.run()[1] == Outcome.OVERRUN
+    r.deliver()
+    assert r.run()[1:3] == (Outcome.EXPIRED, -1)
+    assert len(r.backend.begun) == 1
+
+
 durations = st.integers(1, 80).map(lambda ms: ms * MS) | st.just(NEVER)
 
 
@@ -370,9 +437,10 @@ durations = st.integers(1, 80).map(lambda ms: ms * MS) | st.just(NEVER)
     script=st.lists(st.tuples(durations, durations, durations), min_size=1, max_size=12),
     gaps=st.lists(st.integers(0, 120), min_size=1, max_size=12),
     budget_ms=st.integers(5, 150),
+    backend=st.sampled_from([ScriptedBackend, DoubleBuffered]),
 )
-def test_every_frame_has_one_outcome_by_its_deadline(script, gaps, budget_ms):
-    r = Rig(script, budget_ms=budget_ms)
+def test_every_frame_has_one_outcome_by_its_deadline(script, gaps, budget_ms, backend):
+    r = Rig(script, budget_ms=budget_ms, backend=backend)
     try:
         for gap in gaps:
             r.clock.advance(gap * MS)

@@ -197,6 +197,71 @@ def test_nan_in_the_published_exit_is_a_failed_frame(spawn, recorder):
     assert [Outcome(o) for o in records["outcome"]] == [Outcome.OK, Outcome.FAILED, Outcome.OK]
 
 
+def switching(backend="support.backends:FaultyBackend", **options):
+    """A primary double, and behind it a fallback double."""
+    return {
+        "backend": backend,
+        "fallback_backend": "support.backends:ScriptedBackend",
+        "options": options,
+        "source": SourceConfig("bag", str(BAG), loop=True),
+    }
+
+
+def test_a_primary_that_fails_is_replaced_reported_and_taken_back(spawn, recorder):
+    worker = spawn(record_fd=recorder.fd, **switching(raise_frames=[55, 56, 57, 58]))
+    worker.wait_ready(READY_S)
+    state = worker.state
+    chosen = json.loads(state.backend)
+    assert chosen["primary"] == "support.backends:FaultyBackend"
+    assert chosen["fallback"] == "support.backends:ScriptedBackend"
+    assert state.degraded == 0
+    worker.activate()
+    wait_for(lambda: state.degraded)
+    assert state.backend_fault == (
+        "support.backends:FaultyBackend: 2 bad frames in a row, last: segment 0 failed: "
+        "RuntimeError: scripted fault of frame 56"
+    )
+    wait_for(lambda: state.backend_role == 1)
+    # The first probe meets frame 57 and fails, so does the second one; the third one does not.
+    wait_for(lambda: not state.degraded, timeout_s=60.0)
+    assert (state.backend_role, state.backend_switches, state.backend_fault) == (0, 2, "")
+    told = recorder.count
+    wait_for(lambda: recorder.count >= told + 5)
+    outcomes = [Outcome(o) for o in recorder.records()["outcome"]]
+    # Nothing was lost to the probes or to the way back; a miss or two of this machine's own.
+    assert outcomes.count(Outcome.FAILED) == 2
+    assert sum(not outcome.met for outcome in outcomes) <= 4
+    assert worker.stop() == 0
+
+
+def test_a_primary_that_hangs_is_replaced_and_the_worker_still_ends(spawn, recorder):
+    hanging = "support.backends:HangingBackend"
+    worker = spawn(record_fd=recorder.fd, **switching(hanging, segment=0, frame=55))
+    worker.wait_ready(READY_S)
+    worker.activate()
+    wait_for(lambda: worker.state.backend_role == 1)
+    assert worker.state.degraded
+    told = recorder.count
+    wait_for(lambda: recorder.count >= told + 30)
+    outcomes = [Outcome(o) for o in recorder.records()["outcome"]]
+    assert sum(not outcome.met for outcome in outcomes[told + 1 :]) <= 2
+    assert worker.stop() == 0
+
+
+def test_a_fallback_that_does_not_load_is_said_at_the_start(spawn):
+    worker = spawn(**{**switching(), "fallback_backend": "support.backends:Nothing"})
+    with pytest.raises(PerceptionRtError, match=r"support\.backends:Nothing' cannot be"):
+        worker.wait_ready(READY_S)
+
+
+def test_auto_says_what_runs_and_why(spawn):
+    worker = spawn(backend="auto")
+    worker.wait_ready(READY_S)
+    chosen = json.loads(worker.state.backend)
+    assert chosen["reason"].startswith(f"{chosen['primary']} (the fastest that runs here); ")
+    assert "first exit p99 at warm-up: " in chosen["reason"]
+
+
 def test_activation_can_be_repeated(spawn, recorder):
     worker = spawn(backend="support.backends:ScriptedBackend", options={}, record_fd=recorder.fd)
     worker.wait_ready(READY_S)

@@ -306,6 +306,8 @@ def test_summary_counts_add_up():
     assert summary == {
         "received": 9,
         "accepted": 9,
+        "accepted_degraded": 0,
+        "degraded": False,
         "lost": 0,
         "bad_payloads": 0,
         "replayed": 0,
@@ -325,6 +327,31 @@ def test_summary_counts_add_up():
         "cycles_since_first_permit": 24,
         "permit_share_since_first": 9 / 24,
     }
+
+
+def test_degraded_is_reported_and_costs_no_permit():
+    bench = granted()
+    degraded = dataclasses.replace(GOOD, degraded=True)
+    assert bench.send(3, degraded)
+    assert bench.send(2)
+    summary = bench.receiver.summary()
+    assert (summary["accepted_degraded"], summary["degraded"]) == (3, False)
+    told = [t[:5] for t in bench.transitions if t.kind == "degraded"]
+    ms = NS_PER_MS
+    assert told == [
+        (1180 * ms, "degraded", "no", "yes", "PDU flag"),
+        (1240 * ms, "degraded", "yes", "no", "PDU flag"),
+    ]
+    assert summary["cycles_with_permit"] == summary["cycles_since_first_permit"]
+
+
+def test_what_is_not_accepted_tells_nothing_of_the_backend():
+    bench = granted()
+    bench.give(bytes(62))
+    replayed = bench.datagram(dataclasses.replace(GOOD, degraded=True), sent_ms=1000)
+    bench.give(replayed)
+    assert not bench.receiver.degraded
+    assert bench.receiver.summary()["accepted_degraded"] == 0
 
 
 EVENTS = ("good", "expired", "new session", "lost", "repeat", "garbage", "bad permit", "nothing")

@@ -57,6 +57,7 @@ pdus = st.builds(
     consecutive_misses=unsigned(16),
     window_misses=unsigned(8),
     total_misses=unsigned(32),
+    degraded=st.booleans(),
     nonce_echo=unsigned(32),
     nonce_age_us=unsigned(32),
 )
@@ -143,7 +144,7 @@ def test_permit_without_its_complement(permit, complement):
         (changed(1, 5), "state 5"),
         (changed(2, 0x80), "causes 0x8000"),
         (changed(3, 0x40), "causes 0x0040"),
-        (changed(6, 0x02), "flags 0x02"),
+        (changed(6, 0x04), "flags 0x04"),
     ],
 )
 def test_malformed(payload, words):
@@ -175,3 +176,12 @@ def test_names_follow_the_numbers():
     assert PERMITTING_STATES == (1, 2)
     assert dataclasses.replace(PDU, causes=0).cause_names == "none"
     assert dataclasses.replace(PDU, causes=0b101010).cause_names == "DEADLINE+DATA+NOT_RECEIVED"
+
+
+def test_degraded_is_bit_1_of_the_flags_and_no_cause():
+    degraded = dataclasses.replace(PDU, degraded=True)
+    assert degraded.encode() == PAYLOAD[:6] + b"\x03" + PAYLOAD[7:]
+    assert SafetyPdu.decode(changed(6, 0x02)).degraded
+    assert not SafetyPdu.decode(PAYLOAD).degraded
+    with pytest.raises(UsageError, match="the flag for DEGRADED"):
+        dataclasses.replace(PDU, causes=64).encode()
