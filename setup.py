@@ -37,7 +37,7 @@ setup(
     maintainer_email="perception_rt@example.com",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
-    package_data={PACKAGE: ["py.typed"]},
+    package_data={PACKAGE: ["py.typed", "detector/kernels/*.cu"]},
     data_files=data_files(),
     zip_safe=False,
     entry_points={

@@ -32,8 +32,8 @@ class Backend(Protocol):
 
     @property
     def look_ahead(self) -> int:
-        """Segments that may be launched behind the one in flight: 0, or 1 where an idle gap between
-        two segments costs more than a segment that is not needed.
+        """Segments that may be launched behind the one in flight: 0, or 1 where an idle gap
+        between two segments costs more than a segment that is not needed.
         """
 
     @property
@@ -89,7 +89,7 @@ class Backend(Protocol):
 
     def span_ns(self, k: int) -> tuple[int, int]:
         """Start and end instant (CLOCK_MONOTONIC) of segment ``k`` or PREPROCESS in the present
-        frame; 0, 0 before.
+        frame; 0 for what is not known yet.
         """
 
     def previous_end_ns(self) -> int:
