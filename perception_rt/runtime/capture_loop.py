@@ -17,12 +17,13 @@ from perception_rt.capture.slot import NewestSlot
 from perception_rt.capture.source import Source, SourceEvent
 from perception_rt.core.clock import NS_PER_MS, Clock, read_clock_offset
 from perception_rt.core.frame import FrameBuffer, FrameRecord, Outcome, Stage
-from perception_rt.runtime.shared_state import SharedState, SourceState
+from perception_rt.runtime.shared_state import SharedState, SourceState, WorkerState
 
 READ_SLICE_NS = 20 * NS_PER_MS
 """Longest wait inside one read, so that the thread's progress counter grows whatever the camera
 does.
 """
+_IDLE_S = 0.005
 START_LEAD_NS = 50 * NS_PER_MS
 """From activation to the first frame of a recorded source."""
 
@@ -121,13 +122,13 @@ class CaptureLoop:
             state.capture_count += 1
             if not state.active:
                 self.running = False
-                time.sleep(0.005)
-            elif not self.running:
-                self._start()
-            elif state.source_state == SourceState.ENDED:
-                time.sleep(0.005)
-            else:
+                time.sleep(_IDLE_S)
+            elif self.running and state.source_state != SourceState.ENDED:
                 self.step()
+            elif not self.running and state.worker_state == WorkerState.ACTIVE:
+                self._start()  # not before: an inactive worker is silent
+            else:
+                time.sleep(_IDLE_S)
         self.running = False
 
     def _start(self) -> None:
