@@ -16,13 +16,15 @@ import numpy as np
 from perception_rt.capture.slot import NewestSlot
 from perception_rt.capture.source import Source, SourceEvent
 from perception_rt.core.clock import NS_PER_MS, Clock, read_clock_offset
+from perception_rt.core.errors import UsageError
 from perception_rt.core.frame import FrameBuffer, FrameRecord, Outcome, Stage
-from perception_rt.runtime.shared_state import SharedState, SourceState
+from perception_rt.runtime.shared_state import SharedState, SourceState, WorkerState
 
 READ_SLICE_NS = 20 * NS_PER_MS
 """Longest wait inside one read, so that the thread's progress counter grows whatever the camera
 does.
 """
+_IDLE_S = 0.005
 START_LEAD_NS = 50 * NS_PER_MS
 """From activation to the first frame of a recorded source."""
 
@@ -43,10 +45,19 @@ class SourceLog:
     Args:
         path: JSON lines file.
         capacity: frames kept; more are counted in ``overflow``.
+
+    Raises:
+        UsageError: the file cannot be written.
     """
 
     def __init__(self, path: Path, capacity: int = 200_000) -> None:
         self._path = path
+        try:
+            path.write_text("")
+        except OSError as error:
+            raise UsageError(
+                f"source_log {path} cannot be written ({error.strerror}): choose another file"
+            ) from error
         self._rows = np.zeros(capacity, SOURCE_LOG_DTYPE)
         self._count = 0
         self.overflow = 0
@@ -115,20 +126,25 @@ class CaptureLoop:
 
     def run(self) -> None:
         """Deliver until ``stop`` is set in the shared state."""
+        self._state.stamp_source = self._source.stamp_source
+        try:
+            self._serve()
+        finally:
+            self.running = False  # the deadline thread waits for it, whatever ended this one
+
+    def _serve(self) -> None:
         state = self._state
-        state.stamp_source = self._source.stamp_source
         while not state.stop:
             state.capture_count += 1
             if not state.active:
                 self.running = False
-                time.sleep(0.005)
-            elif not self.running:
-                self._start()
-            elif state.source_state == SourceState.ENDED:
-                time.sleep(0.005)
-            else:
+                time.sleep(_IDLE_S)
+            elif self.running and state.source_state != SourceState.ENDED:
                 self.step()
-        self.running = False
+            elif not self.running and state.worker_state == WorkerState.ACTIVE:
+                self._start()  # not before: an inactive worker is silent
+            else:
+                time.sleep(_IDLE_S)
 
     def _start(self) -> None:
         # A restart of a recorded source begins anew: its stamps jump back, which is an event.

@@ -315,6 +315,8 @@ class DeadlineLoop:
 
     def _copy_spans(self, record: FrameRecord, launched: int) -> None:
         """Keep the spans of what finished, and let the latency model learn from them."""
+        if launched < 0:
+            return  # the backend still shows the spans of the frame before
         backend, model = self._backend, self._model
         for k in range(PREPROCESS, launched + 1):
             start_ns, end_ns = backend.span_ns(k)

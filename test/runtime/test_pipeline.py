@@ -300,6 +300,16 @@ def test_a_frame_too_old_is_not_computed(rig):
     assert r.backend.begun == []
 
 
+def test_a_frame_that_never_began_has_no_spans_of_the_one_before(rig):
+    r = rig(PLAIN)
+    r.deliver()
+    r.run()
+    r.deliver(stamp_ns=r.clock.now() - 90 * MS)
+    assert r.run()[1] == Outcome.EXPIRED
+    assert r.publisher.last["end_ns"][Stage.PREPROCESS] == 0
+    assert sum(r.publisher.last["end_ns"][Stage.SEGMENT_0 :]) == 0
+
+
 def test_a_newer_frame_replaces_one_that_waits_for_the_drain(rig):
     r = rig([[10 * MS, 20 * MS, 120 * MS], *PLAIN], budget_ms=80)
     r.deliver()

@@ -331,6 +331,7 @@ def test_a_killed_worker_is_seen_as_such(spawn):
         ({"model_dir": "nowhere"}, 65, "nowhere"),
         ({"source": SourceConfig("bag", "nowhere.mcap")}, 65, r"nowhere\.mcap"),
         ({"backend": "nothing"}, 64, "backend 'nothing' is unknown"),
+        ({"source_log": "/nowhere/log"}, 64, "source_log /nowhere/log cannot be written"),
     ],
 )
 def test_what_cannot_start_says_why(spawn, changes, code, words, capfd):
