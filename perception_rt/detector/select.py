@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 
-from perception_rt.core.errors import UnavailableError, UsageError
+from perception_rt.core.errors import PerceptionRtError, UnavailableError, UsageError
 from perception_rt.detector.backend import Backend
 from perception_rt.detector.model import Model
 
 ONNXRUNTIME = "onnxruntime"
+
+_MEMBERS = [name for name in vars(Backend) if not name.startswith("_")]
 
 
 def load_backend(
@@ -27,7 +30,8 @@ def load_backend(
         thread_init: called once on the inference thread before anything else (priority, core).
 
     Raises:
-        UsageError: ``name`` names no backend.
+        UsageError: ``name`` names no backend: nothing to import, not callable with the arguments
+            above, fails when called, or gives what lacks members of ``Backend``.
         UnavailableError: ONNX Runtime is not installed.
         ModelError: the backend cannot load the model.
     """
@@ -44,7 +48,34 @@ def load_backend(
         raise UsageError(f"backend '{name}' is unknown: use '{ONNXRUNTIME}' or 'module:Class'")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"backend '{name}' cannot be imported: {error}") from error
-    backend: Backend = factory(model, intra_op_threads, thread_init)
+    except Exception as error:  # a module's own code fails in any way there is
+        raise UsageError(f"backend '{name}' cannot be imported: {_line(error)}") from error
+    if not callable(factory):
+        raise UsageError(
+            f"backend '{name}' is a {type(factory).__name__}, not a class: use 'module:Class'"
+        )
+    arguments = (model, intra_op_threads, thread_init)
+    try:
+        inspect.signature(factory).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"backend '{name}' does not take (model, intra_op_threads, thread_init): "
+            f"{_line(error)}"
+        ) from error
+    try:
+        backend: Backend = factory(*arguments)
+    except PerceptionRtError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"backend '{name}' cannot be constructed: {type(error).__name__}: {_line(error)}"
+        ) from error
+    present = dir(backend)  # asks no property for its value
+    missing = [member for member in _MEMBERS if member not in present]
+    if missing:
+        raise UsageError(f"backend '{name}' is no backend: it lacks {', '.join(missing)}")
     return backend
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
