@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from perception_rt.capture.decode import DECODERS, header_stamp_ns
 from perception_rt.capture.pacing import Pacer
 from perception_rt.capture.source import SourceEvent
-from perception_rt.core.clock import NS_PER_MS
+from perception_rt.core.clock import NS_PER_MS, NS_PER_S
 from perception_rt.core.config import SourceConfig
 from perception_rt.core.errors import InputError
 from perception_rt.core.frame import FrameBuffer, StampSource
@@ -27,6 +27,11 @@ PRELOAD_LIMIT_BYTES = 256 << 20
 
 FALLBACK_GAP_NS = 100 * NS_PER_MS
 """Gap between two laps of a recording that has no period of its own (one frame)."""
+
+MAX_GAP_NS = 3600 * NS_PER_S
+"""Largest step of log time, either way, between two messages: a larger one is a wrong clock, and
+would be replayed as a silent wait.
+"""
 
 _SUFFIXES = (".mcap", ".db3")
 _REPAIR = "repair it (`mcap recover`, `ros2 bag reindex`) or record it again"
@@ -251,18 +256,21 @@ class BagSource:
         """Read the whole recording once: the schedule, the count, the messages where they fit.
 
         Raises:
-            InputError: as ``Bag.open`` and ``Bag.messages``.
+            InputError: as ``Bag.open`` and ``Bag.messages``; log times of two consecutive
+                messages further apart than ``MAX_GAP_NS``.
         """
         self.bag.open()
         self._offsets_ns, self._header_stamps_ns = [], []
         self._sample = b""
         kept: list[bytes] | None = []
         size = 0
-        first_ns = last_ns = 0
+        first_ns = last_ns = before_ns = 0
         trial = FrameBuffer()
         for log_ns, raw in self.bag.messages():
             if not self._offsets_ns:
-                first_ns = last_ns = log_ns
+                first_ns = last_ns = before_ns = log_ns
+            self._check_gap(log_ns - before_ns)
+            before_ns = log_ns
             last_ns = max(last_ns, log_ns)
             self._offsets_ns.append(last_ns - first_ns)
             self._header_stamps_ns.append(header_stamp_ns(raw))
@@ -319,6 +327,17 @@ class BagSource:
         """Forget the recording and close its file."""
         self._preloaded, self._stream, self._ahead = [], None, None
         self._offsets_ns, self._header_stamps_ns = [], []
+
+    def _check_gap(self, gap_ns: int) -> None:
+        if abs(gap_ns) <= MAX_GAP_NS:
+            return
+        number = len(self._offsets_ns) + 1
+        raise InputError(
+            f"bag {self.bag.path}: log time goes {'forward' if gap_ns > 0 else 'back'} by "
+            f"{abs(gap_ns) / NS_PER_S:.1f} s from message {number - 1} to message {number} on "
+            f"{self.bag.topic} (at most {MAX_GAP_NS // NS_PER_S} s are replayed); correct the log "
+            "times, or cut the recording there"
+        )
 
     def _decodes(self, raw: bytes, buffer: FrameBuffer) -> bool:
         DECODERS[self.bag.message_type](raw, buffer)

@@ -97,8 +97,17 @@ def _decode(
         body(raw, pos, buffer)
     except InputError as error:
         buffer.error = str(error)
-    except cv2.error as error:
-        buffer.error = f"image cannot be decoded: {str(error.err or error).strip()}"
+    except Exception as error:  # noqa: BLE001  (a decoder fails in any way there is)
+        buffer.error = decoder_fault(error)
+
+
+def decoder_fault(error: Exception) -> str:
+    """What ``FrameBuffer.error`` says of an exception that a decoder raised; one line."""
+    if isinstance(error, cv2.error):
+        text = str(getattr(error, "err", "") or error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return f"image cannot be decoded: {' '.join(text.split()).rstrip(':')}"
 
 
 def _header(raw: bytes) -> tuple[int, str, int]:

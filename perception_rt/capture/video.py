@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from perception_rt.capture.decode import decoder_fault
 from perception_rt.capture.pacing import Pacer
 from perception_rt.capture.source import SourceEvent
 from perception_rt.core.clock import NS_PER_S
@@ -22,6 +23,9 @@ MAX_FPS = 1000.0
 
 HEADER_FRAME_ID = "camera"
 
+RETRY_NS = NS_PER_S
+"""Between two attempts to open a looped file that has gone."""
+
 
 class VideoSource:
     """Plays a video file at its own frame rate.
@@ -29,7 +33,8 @@ class VideoSource:
     The capture stamp is the scheduled instant (SIMULATED) and decoding counts against it. A file
     has no ROS stamps: the header stamp of frame n is n * period, from 0 in every lap, and the
     header's frame_id is ``camera``. With ``loop`` the first frame follows the last by one period,
-    and a JUMP comes between them.
+    and a JUMP comes between them. A lap without a frame (the file was deleted or truncated) is
+    LOST: the file is opened again every ``RETRY_NS``, and its first frame is then due at once.
 
     Args:
         config: ``uri`` is the file, with ``loop`` and ``rate``.
@@ -51,6 +56,7 @@ class VideoSource:
         self._period_ns = 0
         self._index = 0
         self._ended = False
+        self._retry_ns: int | None = None  # the next attempt, while the file is lost
         self._sample: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 
     def open(self) -> None:
@@ -79,13 +85,19 @@ class VideoSource:
     def start(self, start_ns: int) -> None:
         """Begin with the first frame, due at ``start_ns``."""
         self._pacer.start(start_ns)
-        if self._index or self._ended:
+        if self._index or self._ended or self._retry_ns is not None:
             self._reopen()
 
     def read(self, buffer: FrameBuffer, until_ns: int) -> SourceEvent:
         """Wait for the next frame and decode it into ``buffer``; see ``Source.read``."""
         if self._ended:
             return SourceEvent.ENDED
+        if self._retry_ns is not None:
+            if not self._pacer.wait(self._retry_ns, until_ns):
+                return SourceEvent.LOST
+            self._reopen()
+            # The time without a file is not caught up on.
+            self._pacer.start(self._pacer.now())
         offset_ns = self._index * self._period_ns
         due_ns = self._pacer.due_ns(offset_ns)
         if not self._pacer.wait(due_ns, until_ns):
@@ -93,18 +105,21 @@ class VideoSource:
         assert self._capture is not None, "open() comes before read()"
         start_ns = self._pacer.now()
         height, width = self._sample.shape[:2]
-        ok, image = self._capture.read(buffer.reserve(height, width))
-        if not ok:
-            return self._end_of_lap(offset_ns)
-        # The reserved view itself, unless the size changed within the file.
-        buffer.image = np.asarray(image, np.uint8)
+        try:
+            ok, image = self._capture.read(buffer.reserve(height, width))
+            if not ok:
+                return self._end_of_lap(offset_ns)
+            # The reserved view itself, unless the size changed within the file.
+            buffer.image = np.asarray(image, np.uint8)
+            buffer.error = ""
+        except Exception as error:  # noqa: BLE001  (a decoder fails in any way there is)
+            buffer.error = decoder_fault(error)
         buffer.stamp_source = StampSource.SIMULATED
         buffer.capture_stamp_ns = due_ns
         buffer.header_stamp_ns = offset_ns
         buffer.header_frame_id = HEADER_FRAME_ID
         buffer.capture_start_ns = start_ns
         buffer.capture_end_ns = self._pacer.now()
-        buffer.error = ""
         self._index += 1
         return SourceEvent.FRAME
 
@@ -128,6 +143,9 @@ class VideoSource:
         if not self._loop:
             self._ended = True
             return SourceEvent.ENDED
+        if length_ns == 0:
+            self._retry_ns = self._pacer.now() + RETRY_NS
+            return SourceEvent.LOST
         self._pacer.next_lap(length_ns)
         self._reopen()
         return SourceEvent.JUMP
@@ -139,4 +157,5 @@ class VideoSource:
         self._capture = cv2.VideoCapture(self._path)
         self._index = 0
         self._ended = False
+        self._retry_ns = None
         return self._capture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ _PROVIDERS = {
 }
 
 ThreadInit = Callable[[], None] | None
+
+_MEMBERS = [name for name in vars(Backend) if not name.startswith("_")]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ def load_backend(name: str, options: LoadOptions) -> Backend:
         options: of the loading.
 
     Raises:
-        UsageError: ``name`` names no backend, or an option does not fit it.
+        UsageError: ``name`` names no backend: nothing to import, not callable with the arguments
+            above, fails when called, or gives what lacks members of ``Backend``; or an option
+            does not fit it.
         UnavailableError: a library, provider, driver, GPU or engine that it needs is not there.
         ModelError: the backend cannot load the model.
     """
@@ -97,9 +102,32 @@ def load_backend(name: str, options: LoadOptions) -> Backend:
         raise UsageError(f"backend '{name}' is unknown: use one of {known}, or 'module:Class'")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"backend '{name}' cannot be imported: {error}") from error
-    backend: Backend = factory(options.model, options.intra_op_threads, options.thread_init)
+    except Exception as error:  # a module's own code fails in any way there is
+        raise UsageError(f"backend '{name}' cannot be imported: {_line(error)}") from error
+    if not callable(factory):
+        raise UsageError(
+            f"backend '{name}' is a {type(factory).__name__}, not a class: use 'module:Class'"
+        )
+    arguments = (options.model, options.intra_op_threads, options.thread_init)
+    try:
+        inspect.signature(factory).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"backend '{name}' does not take (model, intra_op_threads, thread_init): "
+            f"{_line(error)}"
+        ) from error
+    try:
+        backend: Backend = factory(*arguments)
+    except PerceptionRtError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"backend '{name}' cannot be constructed: {type(error).__name__}: {_line(error)}"
+        ) from error
+    present = dir(backend)  # asks no property for its value
+    missing = [member for member in _MEMBERS if member not in present]
+    if missing:
+        raise UsageError(f"backend '{name}' is no backend: it lacks {', '.join(missing)}")
     return backend
 
 
@@ -210,3 +238,7 @@ def reason_of(
         *(f"not usable: {line}" for line in refused),
     ]
     return "; ".join(parts)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

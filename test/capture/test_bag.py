@@ -173,6 +173,39 @@ def test_log_times_that_go_back_between_files_do_not_run_backwards(write_bag, gr
     assert played(source) == [(2, 0), (3, 100 * MS), (0, 100 * MS), (1, 100 * MS)]
 
 
+@pytest.mark.parametrize(
+    ("step_ns", "text"),
+    [
+        (3600 * 10**9 + 1, "forward by 3600.0 s"),
+        (10**18, "forward by 1000000000.0 s"),
+    ],
+)
+def test_a_gap_of_more_than_an_hour_is_refused(write_bag, grey_frames, step_ns, text):
+    frames = grey_frames(3)
+    frames[2] = (frames[1][0] + step_ns, frames[2][1])
+    message = error_of(write_bag({TOPIC: frames}))
+    assert f"log time goes {text} from message 2 to message 3 on /camera/image_raw" in message
+    assert "cut the recording" in message
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("limit", [1 << 20, 0])
+def test_an_hour_either_way_is_still_played(write_bag, grey_frames, monkeypatch, sign, limit):
+    path = write_bag({TOPIC: grey_frames(2)})
+    raws = [raw for _, raw in grey_frames(2)]
+    start_ns, hour_ns = 10**18, 3600 * 10**9
+
+    def play(step_ns):
+        times = [start_ns, start_ns + step_ns]
+        monkeypatch.setattr(Bag, "messages", lambda _: iter(list(zip(times, raws))))
+        return opened(path, limit=limit).schedule()
+
+    assert [offset for offset, _ in play(sign * hour_ns)] == [0, max(0, sign * hour_ns)]
+    way = "forward" if sign > 0 else "back"
+    with pytest.raises(InputError, match=f"goes {way} by 3601.0 s from message 1 to message 2"):
+        play(sign * (hour_ns + 10**9))
+
+
 # Topics
 
 

@@ -221,3 +221,26 @@ def test_flipped_bytes_never_raise(image_cdr, compressed_cdr, data):
         assert buffer.image.ndim == 3
         assert buffer.image.shape[2] == 3
         assert buffer.image.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (MemoryError(), "image cannot be decoded: MemoryError"),
+        (ValueError("two\nlines"), "image cannot be decoded: ValueError: two lines"),
+        (cv2.error("OpenCV: no\nmemory"), "image cannot be decoded: OpenCV: no memory"),
+    ],
+)
+def test_whatever_the_decoder_raises_is_an_error_of_the_frame(
+    image_cdr, compressed_cdr, monkeypatch, fault, reason
+):
+    def fail(*_):
+        raise fault
+
+    jpeg = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
+    compressed = compressed_cdr(jpeg)
+    raw = image_cdr(np.zeros((2, 6), np.uint8), 2, "rgb8")
+    monkeypatch.setattr(cv2, "imdecode", fail)
+    monkeypatch.setattr(cv2, "cvtColor", fail)
+    assert decoded(compressed, decode_compressed_image).error == reason
+    assert decoded(raw).error == reason

@@ -89,6 +89,100 @@ def test_loop_and_rate(video):
     assert stamps == [0, 25 * MS, 50 * MS, 75 * MS, 100 * MS, 125 * MS]
 
 
+@pytest.mark.parametrize("content", [None, b"", b"cut off" * 20])
+def test_a_looped_file_that_goes_is_lost_and_tried_once_a_second(
+    video, tmp_path, monkeypatch, content
+):
+    path = tmp_path / "clip.avi"
+    whole = video.read_bytes()
+    path.write_bytes(whole)
+    clock = ManualClock()
+    source = VideoSource(
+        SourceConfig("video", str(path), loop=True),
+        clock.now,
+        lambda s: clock.advance(round(s * 1e9)),
+    )
+    source.open()
+    source.start(0)
+    opens = []
+    real = cv2.VideoCapture
+
+    def counting(name):
+        opens.append(clock.now())
+        return real(name)
+
+    monkeypatch.setattr(cv2, "VideoCapture", counting)
+    buffer = FrameBuffer()
+    events = [source.read(buffer, END) for _ in LEVELS]
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    events += [source.read(buffer, END) for _ in range(2)]
+    assert events == [SourceEvent.FRAME] * 3 + [SourceEvent.JUMP, SourceEvent.LOST]
+    assert clock.now() == 150 * MS
+    for k in range(1, 126):  # every read sleeps until it has to be back, in slices as at run time
+        assert source.read(buffer, (150 + 20 * k) * MS) == SourceEvent.LOST
+        assert clock.now() == (150 + 20 * k) * MS
+    assert opens == [150 * MS, 1150 * MS, 2150 * MS]
+    path.write_bytes(whole)
+    for k, level in enumerate(LEVELS):  # plays from its first frame, catching up on nothing
+        assert source.read(buffer, END) == SourceEvent.FRAME
+        assert level_of(buffer) == level
+        assert (buffer.capture_stamp_ns, buffer.header_stamp_ns) == (
+            (3150 + k * 50) * MS,
+            k * 50 * MS,
+        )
+    assert source.read(buffer, END) == SourceEvent.JUMP
+
+
+def test_start_after_a_loss_begins_anew(video, tmp_path):
+    path = tmp_path / "clip.avi"
+    path.write_bytes(video.read_bytes())
+    source = opened(path, loop=True)
+    source.start(0)
+    buffer = FrameBuffer()
+    path.unlink()
+    while source.read(buffer, END) != SourceEvent.LOST:
+        pass
+    path.write_bytes(video.read_bytes())
+    source.start(400 * MS)
+    assert source.read(buffer, END) == SourceEvent.FRAME
+    assert buffer.capture_stamp_ns == 400 * MS
+
+
+def test_a_fault_of_the_decoder_is_a_frame_with_an_error(video, monkeypatch):
+    faults = [None, MemoryError(), cv2.error("no\nmemory"), None]
+
+    class Capture:
+        def __init__(self, _):
+            pass
+
+        def read(self, *_):
+            if (fault := faults.pop(0)) is not None:
+                raise fault
+            return True, np.zeros((48, 64, 3), np.uint8)
+
+        def get(self, _):
+            return 20.0
+
+        def release(self):
+            pass
+
+    monkeypatch.setattr(cv2, "VideoCapture", Capture)
+    source = opened(video)
+    source.start(0)
+    buffer = FrameBuffer()
+    seen = []
+    for _ in range(3):
+        assert source.read(buffer, END) == SourceEvent.FRAME
+        seen.append((buffer.capture_stamp_ns, buffer.error))
+    assert seen == [
+        (0, "image cannot be decoded: MemoryError"),
+        (50 * MS, "image cannot be decoded: no memory"),
+        (100 * MS, ""),
+    ]
+
+
 def test_sample_is_the_first_frame(video):
     source = opened(video)
     buffer = FrameBuffer()

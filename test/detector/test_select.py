@@ -63,12 +63,22 @@ def test_a_name_gives_its_backend(tiny: Model, name: str, kind: type) -> None:
         ("support.backends:", "onnxruntime, or 'module:Class'"),
         ("no.such.module:X", "cannot be imported"),
         ("support.backends:NoSuch", "cannot be imported"),
+        (".relative:X", "cannot be imported"),
+        ("os:path", "is a module, not a class"),
+        ("os:sep", "is a str, not a class"),
+        ("threading:get_ident", "does not take (model, intra_op_threads, thread_init)"),
+        ("threading:Event", "does not take (model, intra_op_threads, thread_init)"),
+        ("statistics:NormalDist.x", "cannot be imported"),
+        ("builtins:open", "cannot be constructed: TypeError"),
+        ("types:SimpleNamespace", "'types:SimpleNamespace'"),
+        ("threading:Timer", "is no backend: it lacks exit_count, "),
     ],
 )
 def test_a_name_of_nothing_is_refused(tiny: Model, name: str, part: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_backend(name, LoadOptions(tiny))
     assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert f"'{name}'" in str(caught.value)
     assert isinstance(caught.value, PerceptionRtError)
 
