@@ -2,8 +2,8 @@
 lives in the rooms.
 
 Exit status: 0 done, 1 a check failed or a node ended by itself, 3 a replay that could not measure,
-    64 usage, 65 bad
-input, 69 something needed is not there, 130 interrupted. Errors are one line on stderr.
+64 usage, 65 bad input, 69 something needed is not there, 130 interrupted. Errors are one line on
+stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+try:
+    import typer  # takes a while: Ctrl-C in it must not end in a traceback
+except KeyboardInterrupt:
+    sys.exit(130)
 
 from perception_rt.core.clock import NS_PER_MS, NS_PER_S
 from perception_rt.core.errors import PerceptionRtError, UnavailableError, UsageError
@@ -56,7 +59,16 @@ ModelOption = Annotated[
 
 def main() -> int:
     """Entry point of the console script: runs the command line, returns its exit status."""
-    return run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except OSError:
+        # Said already, or the reader of a pipe went away. The interpreter must not try it again.
+        code = code or UnavailableError.exit_code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def run(arguments: list[str]) -> int:
@@ -69,6 +81,8 @@ def run(arguments: list[str]) -> int:
         return _fail(f"{error.format_message().rstrip('.')}; see perception_rt --help", EXIT_USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", EXIT_INTERRUPTED)
+    except OSError as error:
+        return _fail(str(error), UnavailableError.exit_code)
     return code if isinstance(code, int) else 0
 
 
@@ -124,7 +138,7 @@ def up(
 
 @app.command()
 def replay(
-    bag: Annotated[Path, typer.Argument(help="Bag directory, .mcap, .db3, or a video file.")],
+    bag: Annotated[str, typer.Argument(help="Bag directory, .mcap, .db3, or a video file.")],
     deadline_ms: Annotated[
         str | None,
         typer.Option(
@@ -169,13 +183,15 @@ def replay(
         raise UsageError("--exit needs --lockstep: in real time the deadline chooses the exit")
     if loop is not None and seconds is not None:
         raise UsageError("--loop and --seconds exclude each other: give one of them")
+    if not bag:
+        raise UsageError("the recording's name is empty: give a bag or a video file")
     _check_writable(json_file)
-    deadline = parse_deadline(deadline_ms or DEFAULT_DEADLINE)
+    deadline = parse_deadline(DEFAULT_DEADLINE if deadline_ms is None else deadline_ms)
     config = WorkerConfig(
         model_dir=str(model or default_model_dir()),
         source=SourceConfig(
-            kind=_source_kind(bag),
-            uri=str(bag),
+            kind=_source_kind(Path(bag)),
+            uri=bag,
             topic=topic,
             loop=(loop or 1) > 1 or seconds is not None,
             rate=1.0 if rate is None else rate,
@@ -198,7 +214,13 @@ def replay(
 
     with _progress() as progress:
         result = play(ReplayOptions(config, deadline, loop or 1, seconds or 0.0), progress)
-    _finish(result, tables(result["summary"]), json_file)
+    _finish(result, [_budget_line(result), *tables(result["summary"])], json_file)
+    if result["player"].get("bound_ns", 0) is None:
+        print(
+            "note: one frame, or equal stamps: without a period the player's lateness has no bound"
+            " and is not checked",
+            file=sys.stderr,
+        )
     for right in result["realtime"].get("missing", ()):
         print(f"warning: {right}", file=sys.stderr)
     for reason in result["reasons"]:
@@ -286,7 +308,7 @@ def reset(
     ] = "/detector",
     timeout: Annotated[
         float, typer.Option(help="Seconds for each step.", min=0.1, max=MAX_SECONDS)
-    ] = 10.0,
+    ] = 60.0,
     json_file: JsonOption = None,
 ) -> None:
     """Deactivate and activate the detector: the way out of the watchdog's EXPIRED."""
@@ -321,7 +343,7 @@ def demo(
         raise UsageError("--force-miss and --skip-negative exclude each other: give one of them")
     _check_writable(json_file)
     _need_ros()
-    from perception_rt.ros.demo import DemoOptions, tables
+    from perception_rt.ros.demo import DemoOptions, tables, verdict
     from perception_rt.ros.demo import demo as run_demo
 
     options = DemoOptions(
@@ -332,10 +354,7 @@ def demo(
     _finish(result, tables(result), json_file)
     for path in result["pictures"]:
         print(f"picture: {path}", file=sys.stderr)
-    print(
-        "demo: every check holds" if result["ok"] else "demo: FAILED, see the checks above",
-        file=sys.stderr,
-    )
+    print(verdict(result), file=sys.stderr)
     return 0 if result["ok"] else EXIT_FAILED
 
 
@@ -370,13 +389,14 @@ def _check_writable(path: Path | None) -> None:
     """Know before a long run that its result can be written; leaves nothing behind."""
     if path is None or str(path) == "-":
         return
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112  says False where pathlib raises: a name too long
         raise UsageError(f"--json {path} is a folder: give the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    there = os.path.exists(path)  # noqa: PTH110
+    if not os.path.isdir(path.parent) or not os.access(path if there else path.parent, os.W_OK):  # noqa: PTH112
         raise UsageError(f"--json {path} cannot be written: no such folder, or no right to it")
 
 
-def _finish(result: dict[str, Any], tables: Iterable[Table], json_file: Path | None) -> None:
+def _finish(result: dict[str, Any], tables: Iterable[Table | str], json_file: Path | None) -> None:
     """Print tables, on stderr where the JSON goes to stdout, and write the JSON."""
     from rich.console import Console
 
@@ -384,13 +404,28 @@ def _finish(result: dict[str, Any], tables: Iterable[Table], json_file: Path | N
     console = Console(stderr=to_stdout)
     if not console.is_terminal:
         console = Console(stderr=to_stdout, width=PLAIN_WIDTH)
-    for table in tables:
-        console.print(table)
     text = json.dumps(result, indent=2) + "\n"
-    if to_stdout:
-        sys.stdout.write(text)
-    elif json_file is not None:
-        json_file.write_text(text, encoding="utf-8")
+    target = "standard output" if to_stdout or json_file is None else str(json_file)
+    try:
+        for table in tables:
+            console.print(table, highlight=False)
+        if to_stdout:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        elif json_file is not None:
+            json_file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnavailableError(
+            f"the result cannot be written to {target}: {error.strerror}"
+        ) from None
+
+
+def _budget_line(result: dict[str, Any]) -> str:
+    line = f"budget {result['budget_ns'] / NS_PER_MS:.1f} ms"
+    if result["deadline_factor"] is None:
+        return line
+    p99_ms = result["first_exit_p99_ns"] / NS_PER_MS
+    return f"{line} = {result['deadline_factor']:g} x {p99_ms:.1f} ms (first exit p99 at warm-up)"
 
 
 def _lockstep_table(result: dict[str, Any]) -> Table:

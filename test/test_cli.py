@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perception_rt.cli import run
+from perception_rt.cli import main, run
 
 ROOT = Path(__file__).resolve().parents[1]
 BAG = str(ROOT / "test" / "data" / "pedestrians_mcap")
@@ -32,6 +32,10 @@ def one_error(capfd: pytest.CaptureFixture[str]) -> str:
         (["nope"], "No such command 'nope'"),
         (["replay"], "Missing argument 'bag'"),
         (["replay", BAG, "--bogus"], "No such option: --bogus"),
+        (["replay", ""], "the recording's name is empty"),
+        (["replay", BAG, "--deadline-ms", ""], "deadline '' cannot be read"),
+        (["model", "inspect", "--json", "/dev/null/x"], "--json /dev/null/x cannot be written"),
+        (["model", "inspect", "--json", "x" * 300 + "/a"], "cannot be written"),
         (["replay", BAG, "--deadline-ms", "0"], "deadline '0' must be above 0"),
         (["replay", BAG, "--deadline-ms", "-3"], "deadline '-3' cannot be read"),
         (["replay", BAG, "--deadline-ms", "nan"], "deadline 'nan' cannot be read"),
@@ -126,6 +130,53 @@ def test_json_on_stdout_is_nothing_but_json(capfd: pytest.CaptureFixture[str]) -
     out, err = capfd.readouterr()
     assert json.loads(out)["command"] == "model inspect"
     assert "segment_2.onnx" in err
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "x" * 300])
+def test_a_result_that_cannot_be_written_is_one_line_and_exits_69(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["model", "inspect", str(MODEL), "--json", name]) == 69
+    out, err = capfd.readouterr()
+    assert "segment_2.onnx" in out  # the tables are not lost with it
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: the result cannot be written to {name}: ")
+
+
+def test_a_full_standard_output_is_one_line_and_exits_69() -> None:
+    code = "import sys; from perception_rt.cli import main; sys.exit(main())"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "model", "inspect", str(MODEL), "--json", "-"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 69
+    assert done.stderr.splitlines()[-1] == (
+        "error: the result cannot be written to standard output: No space left on device"
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_is_quiet_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perception_rt.cli.run", interrupted)
+    assert main() == 130
+    code = (
+        "import sys\n"
+        "class Ctrl_C:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Ctrl_C())\n"
+        "import perception_rt.cli"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_every_command_has_help(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 from pathlib import Path
@@ -31,6 +32,38 @@ def test_boxes_are_drawn_inside_the_picture_and_the_frame_stays_as_it_is() -> No
     assert picture[70, 60].tolist() == [0, 0, 0]
 
 
+def test_a_failed_permit_check_names_the_missing_right() -> None:
+    pytest.importorskip("rclpy", reason="rclpy is not installed (scripts/setup.sh)")
+    from perception_rt.ros.demo import verdict
+
+    permit = "permit in at least 95% of the receiver's cycles after the first"
+    right = "thread capture: SCHED_FIFO refused"
+
+    def said(ok: bool, name: str, rights: list[str]) -> str:
+        checks = [{"name": name, "ok": ok, "found": ""}]
+        return verdict({"ok": ok, "rights_missing": rights, "main": {"checks": checks}})
+
+    assert said(True, permit, [right]) == "demo: every check holds"
+    assert said(False, permit, []) == "demo: FAILED, see the checks above"
+    assert said(False, SETS[0], [right]) == "demo: FAILED, see the checks above"
+    assert said(False, permit, [right]) == (
+        "demo: FAILED, the permit likely for want of a real-time right: " + right
+    )
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rclpy", reason="rclpy is not installed (scripts/setup.sh)")
+    from perception_rt.core.errors import UnavailableError
+    from perception_rt.ros import demo
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo, "_run", full)
+    with pytest.raises(UnavailableError, match="No space left on device; make room"):
+        demo.demo(demo.DemoOptions(out=tmp_path), lambda _: None, lambda *_: None)
+
+
 @pytest.mark.integration
 def test_the_demo_accounts_for_every_frame_and_draws_three(tmp_path: Path) -> None:
     """Shorter than the demo itself; what depends on the machine's load is not asserted here."""
@@ -56,6 +89,9 @@ def test_the_demo_accounts_for_every_frame_and_draws_three(tmp_path: Path) -> No
     assert misses["every frame is reported as a miss"]
     assert misses["no permit, neither given nor granted"]
     assert result["main"]["receiver"]["accepted"] > 100
+    assert result["main"]["budget_ns"] == 100_000_000
+    assert result["forced_miss"]["budget_ns"] == 1_000_000
+    assert "second run: every frame is forced to miss" in done.stderr
     assert len(result["pictures"]) == 3
     for path in result["pictures"]:
         assert cv2.imread(path).shape == (576, 768, 3)  # type: ignore[union-attr]

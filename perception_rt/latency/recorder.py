@@ -9,7 +9,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from perception_rt.core.errors import InputError, UsageError
+from perception_rt.core.errors import InputError, UnavailableError, UsageError
 from perception_rt.core.frame import RECORD_DTYPE, STAGE_COUNT, FrameRecord
 
 MAGIC = b"PRTREC01"
@@ -28,9 +28,8 @@ class Recorder:
     readers.
 
     It never overwrites: a record that finds the array full is counted in ``overflow``, and a run
-        with an overflow
-    above 0 measured something unknown. All pages are touched when it is mapped, so ``append``
-    causes no page fault; it costs one tuple and one ``struct`` call, about 5 us.
+    with an overflow above 0 measured something unknown. All pages are touched when it is mapped,
+    so ``append`` causes no page fault; it costs one tuple and one ``struct`` call, about 5 us.
 
     The row is written before ``count``; a reader that needs the very last row must still wait for
     the writer to be done, because nothing orders the two stores on every processor.
@@ -59,13 +58,24 @@ class Recorder:
 
         Raises:
             UsageError: ``capacity`` below 1.
+            UnavailableError: the system does not give the memory.
         """
         if capacity < 1:
             raise UsageError(f"a recorder needs room for at least 1 record, got {capacity}")
-        fd = os.memfd_create("perception_rt_records", os.MFD_CLOEXEC)
-        os.ftruncate(fd, HEADER_SIZE + capacity * RECORD_DTYPE.itemsize)
-        os.pwrite(fd, _IDENTITY.pack(MAGIC, capacity, RECORD_DTYPE.itemsize), 0)
-        return cls(fd, owned=True)
+        size = HEADER_SIZE + capacity * RECORD_DTYPE.itemsize
+        fd = -1
+        try:
+            fd = os.memfd_create("perception_rt_records", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            os.pwrite(fd, _IDENTITY.pack(MAGIC, capacity, RECORD_DTYPE.itemsize), 0)
+            return cls(fd, owned=True)
+        except (OSError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise UnavailableError(
+                f"no memory for {capacity} records ({size / 1e6:.0f} MB): {error};"
+                " ask for a shorter run or free memory"
+            ) from None
 
     @classmethod
     def attach(cls, fd: int) -> Recorder:

@@ -22,10 +22,11 @@ from perception_rt.core.clock import NS_PER_S
 from perception_rt.core.config import SourceConfig, WorkerConfig
 from perception_rt.core.deadline import DeadlineSpec
 from perception_rt.core.errors import UnavailableError
-from perception_rt.core.frame import Stage
+from perception_rt.core.frame import Outcome, Stage
 from perception_rt.detector.model import load_model
 from perception_rt.latency.recorder import Recorder
 from perception_rt.latency.report import summarise
+from perception_rt.replay.bag_frames import bag_frames
 from perception_rt.runtime.shared_state import SharedState, SourceState
 from perception_rt.runtime.worker_process import WorkerProcess
 
@@ -36,7 +37,8 @@ STOP_TIMEOUT_S = 10.0
 HEARTBEAT_LOST_NS = 5 * NS_PER_S
 MIN_RECORDS = 100_000
 MAX_FRAME_RATE = 240
-"""Room for records: 27 MB at least, more for a long run by time."""
+MAX_RECORDS = 2_000_000
+"""Room for records: 27 MB at least, more for a long run, half a gigabyte at most."""
 
 FACTOR_RUNS = 200
 """Warm-up runs of the first exit where its p99 is multiplied: of fewer, p99 is the maximum."""
@@ -88,7 +90,9 @@ def replay(options: ReplayOptions, progress: Progress) -> dict[str, Any]:
     # The worker checks both again; here a bad one is refused at once and said once.
     frame_count = count_frames(options.config.source)
     load_model(options.config.model_dir)
-    recorder = Recorder.create(max(MIN_RECORDS, round(options.seconds * MAX_FRAME_RATE)))
+    # A loop is seen to be over a moment after its end: one pass more than asked for.
+    wanted = max(round(options.seconds * MAX_FRAME_RATE), frame_count * (options.loops + 1))
+    recorder = Recorder.create(min(max(MIN_RECORDS, wanted), MAX_RECORDS))
     config = replace(
         options.config,
         record_fd=recorder.fd,
@@ -102,7 +106,7 @@ def replay(options: ReplayOptions, progress: Progress) -> dict[str, Any]:
         worker.set_runtime(budget_ns=budget_ns)
         begin_ns = time.monotonic_ns()
         worker.activate()
-        _play(worker, options, frame_count, progress)
+        _play(worker, recorder, options, frame_count, progress)
         played_ns = time.monotonic_ns() - begin_ns
         worker.deactivate(STOP_TIMEOUT_S)
         state = _snapshot(worker.state)
@@ -115,6 +119,11 @@ def replay(options: ReplayOptions, progress: Progress) -> dict[str, Any]:
     summary = summarise(records, state["exit_count"])
     expected = 0 if config.source.loop else frame_count
     reasons, player = check(records, overflow, state["delivered"], expected)
+    if len(records) and np.all(records["outcome"] == Outcome.FAILED):
+        reasons.append(
+            f"no usable frame: all {len(records)} FAILED, the first:"
+            f" {_first_error(config.source) or 'in the network'}"
+        )
     return {
         "command": "replay",
         "mode": "real_time",
@@ -138,7 +147,7 @@ def replay(options: ReplayOptions, progress: Progress) -> dict[str, Any]:
 
 def check(
     records: NDArray[Any], overflow: int, delivered: int, expected: int
-) -> tuple[list[str], dict[str, int]]:
+) -> tuple[list[str], dict[str, int | None]]:
     """Whether a run measured anything that may be reported.
 
     Args:
@@ -151,11 +160,11 @@ def check(
     Returns:
         Reasons why not (empty: valid), and the player's lateness: how long after its scheduled
         instant the capture of a frame began, ``lateness_p50_ns``, ``lateness_p99_ns``,
-        ``lateness_max_ns``, ``bound_ns``.
+        ``lateness_max_ns``, ``bound_ns`` (None: no period is known, so nothing is checked).
     """
     reasons = []
     if overflow:
-        reasons.append(f"recorder overflow: {overflow} records were lost")
+        reasons.append(f"recorder overflow: {overflow} records were lost, ask for a shorter run")
     if not len(records):
         return [*reasons, "no frame was recorded"], {}
     if expected and delivered != expected:
@@ -173,31 +182,42 @@ def check(
     negative += int(np.count_nonzero((start != 0) & (end != 0) & (end < start)))
     if negative:
         reasons.append(f"negative latency: {negative} stages or frames ended before they began")
-    player = _player(records)
-    if player["lateness_p99_ns"] > player["bound_ns"]:
+    lateness, bound_ns = _lateness(records)
+    if bound_ns is not None and lateness["lateness_p99_ns"] > bound_ns:
         reasons.append(
-            f"player late: p99 {player['lateness_p99_ns'] / 1e6:.1f} ms"
-            f" after the scheduled instant, bound {player['bound_ns'] / 1e6:.1f} ms"
+            f"player late: p99 {lateness['lateness_p99_ns'] / 1e6:.1f} ms"
+            f" after the scheduled instant, bound {bound_ns / 1e6:.1f} ms"
         )
-    return reasons, player
+    return reasons, {**lateness, "bound_ns": bound_ns}
 
 
-def _player(records: NDArray[Any]) -> dict[str, int]:
+def _first_error(source: SourceConfig) -> str:
+    """Why the first frame that cannot be decoded cannot; records hold no words. Empty: unknown."""
+    if source.kind != "bag":
+        return ""
+    return next((buffer.error for buffer in bag_frames(source) if buffer.error), "")
+
+
+def _lateness(records: NDArray[Any]) -> tuple[dict[str, int], int | None]:
     lateness = np.sort(records["start_ns"][:, Stage.CAPTURE] - records["capture_stamp_ns"])
     periods = np.diff(np.sort(records["capture_stamp_ns"]))
     # Half a frame's period: beyond it the player itself decides which frames are replaced.
-    bound = int(np.median(periods)) // 2 if len(periods) else 0
+    period = int(np.median(periods)) if len(periods) else 0
     last = len(lateness) - 1
-    return {
+    measured = {
         "lateness_p50_ns": int(lateness[last // 2]),
         "lateness_p99_ns": int(lateness[-(-last * 99 // 100)]),
         "lateness_max_ns": int(lateness[last]),
-        "bound_ns": bound,
     }
+    return measured, period // 2 or None
 
 
 def _play(
-    worker: WorkerProcess, options: ReplayOptions, frame_count: int, progress: Progress
+    worker: WorkerProcess,
+    recorder: Recorder,
+    options: ReplayOptions,
+    frame_count: int,
+    progress: Progress,
 ) -> None:
     state = worker.state
     total = frame_count * options.loops
@@ -205,6 +225,8 @@ def _play(
     limit_ns = round(options.seconds * NS_PER_S)
     while state.source_state != SourceState.ENDED:
         _check_alive(worker)
+        if recorder.overflow:
+            return  # already INVALID: playing on cannot change that
         played_ns = time.monotonic_ns() - begin_ns
         if limit_ns:
             progress("replay", played_ns, limit_ns)

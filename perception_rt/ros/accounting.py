@@ -24,8 +24,13 @@ Row = dict[str, Any]
 MIN_PERMIT_SHARE = 0.95
 MIN_FOUND_SHARE = 0.95
 MAX_SHOWN = 5
+PERMIT_CHECK = "permit in at least"
+"""How the name of that check begins."""
 LABEL = "person"
 """What is to be seen in every frame of the demo's recording."""
+
+MIN_SCORE = 0.5
+"""Of a box that counts as seen: above the threshold by which the detector publishes."""
 
 _SEGMENT_STAGE = 3
 _STAGES = {
@@ -89,6 +94,7 @@ def account(evidence: Evidence, expect_miss: bool) -> Row:
     return {
         "ok": all(check.ok for check in checks),
         "checks": [check._asdict() for check in checks],
+        "budget_ns": evidence.timing[-1]["budget_ns"] if evidence.timing else None,
         "delivered": len(evidence.source),
         "reported": len(evidence.timing),
         "published": sum(row["left_ns"] != 0 for row in evidence.timing),
@@ -215,7 +221,10 @@ def _received_check(evidence: Evidence, pairs: Sequence[Pair]) -> Check:
 
 
 def _met_checks(evidence: Evidence, pairs: Sequence[Pair]) -> list[Check]:
-    found = sum(any(label == LABEL for *_, label in row["boxes"]) for row in evidence.detections)
+    found = sum(
+        any(label == LABEL and score >= MIN_SCORE for *_, score, label in row["boxes"])
+        for row in evidence.detections
+    )
     count = len(evidence.detections)
     wrong = [
         p.timing["frame_id"]
@@ -227,10 +236,11 @@ def _met_checks(evidence: Evidence, pairs: Sequence[Pair]) -> list[Check]:
         Check(
             f"at least {MIN_FOUND_SHARE:.0%} of the answers found a {LABEL}",
             count > 0 and found >= MIN_FOUND_SHARE * count and not wrong,
-            f"{found} of {count}" + _ids(", count differs from FrameTiming", wrong),
+            f"{found} of {count} with a score of {MIN_SCORE:g} or more"
+            + _ids(", count differs from FrameTiming", wrong),
         ),
         Check(
-            f"permit in at least {MIN_PERMIT_SHARE:.0%} of the receiver's cycles after the first",
+            f"{PERMIT_CHECK} {MIN_PERMIT_SHARE:.0%} of the receiver's cycles after the first",
             share is not None and share >= MIN_PERMIT_SHARE,
             "never"
             if share is None

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from perception_rt.core.config import SourceConfig
 from perception_rt.core.errors import InputError, UnavailableError, UsageError
 from perception_rt.replay.bag_frames import bag_frames
-from perception_rt.ros.accounting import Evidence, Row, account
+from perception_rt.ros.accounting import PERMIT_CHECK, Evidence, Row, account
 from perception_rt.ros.graph import GraphOptions, describe, to_command
 from perception_rt.ros.launcher import Command, Launcher
 from perception_rt.ros.monitor import ACTIVATED, PERMIT
@@ -45,6 +45,7 @@ RECEIVER_PRIORITY = 90
 """The receiver stands for another computer: the detector's load on this one must not delay it."""
 PICTURES = 3
 
+_RIGHT_MISSING = "real-time right missing: "
 _FONT_SCALE, _GREEN = 0.4, (0, 220, 0)
 _ROOT = Path(__file__).resolve().parents[2]
 Progress = Callable[[str, int, int], None]
@@ -90,6 +91,48 @@ def demo(options: DemoOptions, emit: Callable[[str], None], progress: Progress) 
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"folder {options.out} cannot be made: {error.strerror}") from None
+    rights: dict[str, None] = {}  # in the order in which they were named
+
+    def listen(line: str) -> None:
+        _, found, right = line.partition(_RIGHT_MISSING)
+        if found:
+            rights[right] = None
+        emit(line)
+
+    try:
+        runs, pictures = _runs(options, bag, listen, progress)
+    except OSError as error:
+        raise UnavailableError(
+            f"{error.filename or options.out} cannot be written: {error.strerror};"
+            " make room, or give another folder with --out"
+        ) from None
+    return {
+        "command": "demo",
+        "bag": str(bag),
+        "ok": all(run["ok"] for run in runs.values()),
+        "rights_missing": list(rights),
+        "pictures": pictures,
+        **runs,
+    }
+
+
+def verdict(result: Row) -> str:
+    """The demo's last line; names missing real-time rights where they are the likely reason."""
+    if result["ok"]:
+        return "demo: every check holds"
+    permit = any(
+        not check["ok"] and check["name"].startswith(PERMIT_CHECK)
+        for check in result.get("main", {}).get("checks", ())
+    )
+    if permit and result["rights_missing"]:
+        right = result["rights_missing"][0]
+        return f"demo: FAILED, the permit likely for want of a real-time right: {right}"
+    return "demo: FAILED, see the checks above"
+
+
+def _runs(
+    options: DemoOptions, bag: Path, emit: Callable[[str], None], progress: Progress
+) -> tuple[dict[str, Row], list[str]]:
     runs: dict[str, Row] = {}
     pictures: list[str] = []
     if options.main:
@@ -98,17 +141,13 @@ def demo(options: DemoOptions, emit: Callable[[str], None], progress: Progress) 
         runs[plan.name] = account(evidence, expect_miss=False)
         pictures = _draw(bag, evidence.detections, options.out)
     if options.negative:
+        which = "second run" if options.main else "this run"
+        emit(f"{which}: every frame is forced to miss; EXPIRED and no permit are intended")
         seconds = min(options.seconds, MISS_SECONDS)
         plan = _Plan("forced_miss", seconds, {"deadline_ms": MISS_DEADLINE_MS}, await_permit=False)
         evidence = _run(plan, bag, options.out, emit, progress)
         runs[plan.name] = account(evidence, expect_miss=True)
-    return {
-        "command": "demo",
-        "bag": str(bag),
-        "ok": all(run["ok"] for run in runs.values()),
-        "pictures": pictures,
-        **runs,
-    }
+    return runs, pictures
 
 
 class _Plan(NamedTuple):
@@ -127,12 +166,18 @@ def _run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     seen: set[str] = set()
+    unwritten: list[OSError] = []
     with (folder / "graph.log").open("w", encoding="utf-8") as log:
 
         def keep(line: str) -> None:
             seen.add(line)
-            log.write(f"{time.monotonic_ns()} {line}\n")
             emit(line)
+            try:
+                log.write(f"{time.monotonic_ns()} {line}\n")
+            except OSError as error:
+                # Not from here: the launcher may be stopping its children.
+                unwritten.append(error)
+                launcher.ask_stop()
 
         launcher = Launcher(_commands(bag, folder, plan.detector), keep, _environment())
 
@@ -145,7 +190,10 @@ def _run(
                 progress(f"{plan.name}: {what}", round(spent * 1000), round(seconds * 1000))
                 return f"[monitor] {line}" in seen
 
-            return launcher.pump_until(seconds, said)
+            reached = launcher.pump_until(seconds, said)
+            if unwritten:
+                raise unwritten[0]
+            return reached
 
         try:
             launcher.start()
@@ -263,7 +311,12 @@ def _read(folder: Path) -> Evidence:
 def _lines(path: Path) -> list[Row]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError:
+        raise UnavailableError(
+            f"{path} is cut off: is the disk full? Make room, or give another folder with --out"
+        ) from None
 
 
 def _draw(bag: Path, detections: Sequence[Row], out: Path) -> list[str]:
@@ -280,7 +333,9 @@ def _draw(bag: Path, detections: Sequence[Row], out: Path) -> list[str]:
     for buffer in bag_frames(SourceConfig("bag", str(bag))):
         if buffer.header_stamp_ns in wanted and not buffer.error:
             path = out / f"frame_{buffer.frame_id:04d}.png"
-            cv2.imwrite(str(path), draw_boxes(buffer.image, answered[buffer.header_stamp_ns]))
+            picture = draw_boxes(buffer.image, answered[buffer.header_stamp_ns])
+            if not cv2.imwrite(str(path), picture):
+                raise UnavailableError(f"picture {path} cannot be written: is the disk full?")
             names.append(str(path))
     return names
 
@@ -354,6 +409,7 @@ def _share(receiver: Row) -> str:
 
 
 _CHAIN: dict[str, Callable[[Row], str]] = {
+    "deadline, after capture": lambda run: _milliseconds(run["budget_ns"]),
     "delivered by the source": lambda run: str(run["delivered"]),
     "reported by FrameTiming": lambda run: str(run["reported"]),
     "published": lambda run: str(run["published"]),

@@ -179,8 +179,10 @@ class DetectorNode(LifecycleNode):
 
     def _activate(self) -> None:
         assert self._keeper is not None
-        self._keeper.activate(self._activation_count + 1)
+        self._keeper.await_restart()
+        # Counted first: the number of a refused activation is never used again.
         self._activation_count += 1
+        self._keeper.activate(self._activation_count)
         self._active = True
         self.get_logger().info(
             f"active at {time.monotonic_ns()} ns, activation {self._activation_count}"

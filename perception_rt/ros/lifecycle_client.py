@@ -8,15 +8,18 @@ from collections.abc import Sequence
 import rclpy
 from lifecycle_msgs.msg import State, Transition
 from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.exceptions import InvalidServiceNameException
 from rclpy.node import Node
 
-from perception_rt.core.errors import UnavailableError
+from perception_rt.core.errors import UnavailableError, UsageError
 
 CONFIGURE = Transition.TRANSITION_CONFIGURE
 ACTIVATE = Transition.TRANSITION_ACTIVATE
 DEACTIVATE = Transition.TRANSITION_DEACTIVATE
 
 _NAMES = {CONFIGURE: "configure", ACTIVATE: "activate", DEACTIVATE: "deactivate"}
+_PRESENT_S = 10.0
+"""How long a node that is running may take to be discovered."""
 
 
 class LifecycleClient:
@@ -25,13 +28,21 @@ class LifecycleClient:
     Args:
         node: makes the calls; spun here while an answer is awaited, by nobody else.
         target: fully qualified name of the lifecycle node.
+
+    Raises:
+        UsageError: ``target`` cannot be a name.
     """
 
     def __init__(self, node: Node, target: str) -> None:
         self._node = node
         self._target = target
-        self._change = node.create_client(ChangeState, f"{target}/change_state")
-        self._get = node.create_client(GetState, f"{target}/get_state")
+        try:
+            self._change = node.create_client(ChangeState, f"{target}/change_state")
+            self._get = node.create_client(GetState, f"{target}/get_state")
+        except InvalidServiceNameException as error:
+            raise UsageError(
+                f"'{target}' is no node name: give one like /detector or /left/eye"
+            ) from error
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the node is there.
@@ -83,12 +94,15 @@ class LifecycleClient:
         return future.result()
 
 
-def reset(target: str, timeout_s: float = 10.0) -> Sequence[str]:
+def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
     """Deactivate and activate ``target``: the one way out of the watchdog's EXPIRED.
+
+    An inactive node is activated first: the watchdog must see the worker that it expired active,
+    deactivated on purpose, and active again. The node waits for a worker that is being restarted.
 
     Args:
         target: fully qualified name of the detector node.
-        timeout_s: for each step.
+        timeout_s: for each step; a worker that starts again takes its warm-up.
 
     Returns:
         The steps taken, in order.
@@ -100,12 +114,17 @@ def reset(target: str, timeout_s: float = 10.0) -> Sequence[str]:
     try:
         node = rclpy.create_node("perception_rt_reset")
         client = LifecycleClient(node, target)
-        client.wait(timeout_s)
-        steps = []
-        if client.state(timeout_s) == "active":
-            client.change(DEACTIVATE, timeout_s)
-            steps.append("deactivate")
-        client.change(ACTIVATE, timeout_s)
-        return [*steps, "activate"]
+        client.wait(min(timeout_s, _PRESENT_S))
+        steps = [DEACTIVATE, ACTIVATE]
+        state = client.state(timeout_s)
+        if state == "inactive":
+            steps.insert(0, ACTIVATE)
+        elif state != "active":
+            raise UnavailableError(
+                f"{target} is {state}: correct what its log names, then start it again"
+            )
+        for step in steps:
+            client.change(step, timeout_s)
+        return [_NAMES[step] for step in steps]
     finally:
         rclpy.try_shutdown()

@@ -182,10 +182,19 @@ def main() -> int:
         _say(f"error: {error}")
         return error.exit_code
     finally:
-        with Path(options.out).open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in monitor.lines())
+        written = _write(Path(options.out), monitor)
         rclpy.try_shutdown()
-    return 0
+    return 0 if written else UnavailableError.exit_code
+
+
+def _write(path: Path, monitor: Monitor) -> bool:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in monitor.lines())
+    except OSError as error:
+        _say(f"error: {path} cannot be written: {error.strerror}")
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def run_node(
         raised, its message printed as one line on standard error.
     """
     stop = StopRequest()
-    stop.install()
     try:
+        stop.install()
         _join(sys.argv, ros_arguments)
         try:
             node = _make(node_class)
@@ -66,6 +66,8 @@ def run_node(
     except PerceptionRtError as error:
         sys.stderr.write(f"error: {one_line(str(error))}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return 0  # before the handlers were in place: asked to stop, as by any later signal
 
 
 def _join(argv: list[str], ros_arguments: Sequence[str]) -> None:

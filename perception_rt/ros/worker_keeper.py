@@ -140,11 +140,22 @@ class WorkerKeeper:
         limit = time.monotonic() + ACTIVATE_TIMEOUT_S
         while self._process.state.worker_state != WorkerState.ACTIVE:
             if self._process.poll() is not None or time.monotonic() > limit:
+                # A refused activation leaves nothing behind: an inactive node has no frames, nor
+                # has a worker that is started later.
+                self._activation_count = 0
+                self._process.state.active = 0
                 raise UnavailableError(
                     f"worker {self._process.pid} did not become active: see its output"
                 )
             time.sleep(0.002)
         self._last_check_ns = self._now()
+
+    def await_restart(self) -> None:
+        """Wait, where a restart is under way, until the worker is ready or was given up."""
+        limit = time.monotonic() + self.ready_timeout_s + BACKOFF_NS[-1] / NS_PER_S
+        while self.phase in (Phase.WAITING, Phase.STARTING) and time.monotonic() < limit:
+            self.check()
+            time.sleep(0.01)
 
     def deactivate(self) -> None:
         """Stop frames; every delivered one has its outcome. A worker that does not follow is

@@ -27,7 +27,8 @@ from perception_rt.detector.postprocess import Detections
 from perception_rt.ros.cdr import DetectionsEncoder, FrameTimingEncoder, encode_heartbeat
 from perception_rt.ros.middleware import raise_threads, thread_ids
 from perception_rt.runtime.publisher import Heartbeat
-from perception_rt.runtime.worker import read_config, run_worker
+from perception_rt.runtime.shared_state import SharedState
+from perception_rt.runtime.worker import read_config, report_end, run_worker
 
 TIMING_DEPTH = 64
 HEARTBEAT_DEPTH = 8
@@ -115,10 +116,13 @@ def main() -> int:
     """Run one worker to its end; returns the exit status."""
     try:
         config = read_config()
-        node = _make_node(config)
     except PerceptionRtError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    try:
+        node = _make_node(config)
+    except PerceptionRtError as error:
+        return report_end(SharedState(config.state_fd), error)
     try:
         return run_worker(
             config,

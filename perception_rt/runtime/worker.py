@@ -285,7 +285,7 @@ def run_worker(
         hung = worker.backend_hung
     except PerceptionRtError as refused:
         error = refused
-    code = _report_end(state, error)
+    code = report_end(state, error)
     if hung:
         # A thread that never returns would keep the interpreter alive for ever.
         sys.stderr.flush()
@@ -293,7 +293,7 @@ def run_worker(
     return code
 
 
-def _report_end(state: SharedState, error: BaseException | None) -> int:
+def report_end(state: SharedState, error: BaseException | None) -> int:
     """Tell the parent why this worker ended; it has the last word to the user."""
     if error is None:
         return 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from perception_rt.core.errors import InputError, UsageError
+from perception_rt.core.errors import InputError, UnavailableError, UsageError
 from perception_rt.core.frame import RECORD_DTYPE, FrameRecord, Outcome, StampSource
 from perception_rt.latency.recorder import Recorder
 
@@ -34,6 +35,14 @@ def recorder():
     recorder = Recorder.create(3)
     yield recorder
     recorder.close()
+
+
+def test_memory_that_the_system_does_not_give_is_unavailable_and_leaves_no_descriptor():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for capacity in (2**48, 2**70):  # beyond the largest file, beyond an integer of the system
+        with pytest.raises(UnavailableError, match="ask for a shorter run or free memory"):
+            Recorder.create(capacity)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_records_come_back_as_written(recorder):

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rosbags.rosbag2 import StoragePlugin, Writer
+from rosbags.typesys import Stores, get_typestore
 
 from perception_rt.cli import run
+from perception_rt.core.errors import UnavailableError
 from perception_rt.core.frame import RECORD_DTYPE, Outcome, Stage
+from perception_rt.latency.recorder import Recorder
 from perception_rt.replay.runner import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +49,9 @@ def test_a_sound_run_is_valid_and_its_player_is_measured() -> None:
 
 
 def test_overflow_is_invalid() -> None:
-    assert check(records(60), 2, 60, 60)[0] == ["recorder overflow: 2 records were lost"]
+    assert check(records(60), 2, 60, 60)[0] == [
+        "recorder overflow: 2 records were lost, ask for a shorter run"
+    ]
 
 
 def test_nothing_recorded_is_invalid() -> None:
@@ -56,6 +62,32 @@ def test_a_late_player_is_invalid() -> None:
     reasons, player = check(records(60, late_ns=51 * MS), 0, 60, 60)
     assert reasons == ["player late: p99 51.0 ms after the scheduled instant, bound 50.0 ms"]
     assert player["lateness_p50_ns"] == 51 * MS
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_player_without_a_period_is_not_judged(count: int) -> None:
+    rows = records(count, late_ns=51 * MS)
+    rows["capture_stamp_ns"] = 10**12
+    rows["left_ns"] = 10**12 + 500 * MS
+    reasons, player = check(rows, 0, count, count)
+    assert reasons == []
+    assert player["bound_ns"] is None
+
+
+def test_a_long_run_is_given_half_a_gigabyte_of_records_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def create(capacity: int) -> None:
+        asked.append(capacity)
+        raise UnavailableError("no memory")
+
+    monkeypatch.setattr(Recorder, "create", create)
+    assert run(["replay", str(BAG), "--seconds", "1000000"]) == 69
+    assert run(["replay", str(BAG), "--loop", "5000"]) == 69
+    assert run(["replay", str(BAG)]) == 69
+    assert asked == [2_000_000, 300_060, 100_000]
 
 
 def test_frames_that_the_recording_holds_and_were_not_delivered_are_named() -> None:
@@ -159,6 +191,36 @@ def test_real_time_replay_accounts_for_every_frame(tmp_path: Path) -> None:
     assert all(reason.startswith("player late") for reason in result["reasons"])
     if os.geteuid() == 0:
         assert {thread["policy"] for thread in result["realtime"]["threads"]} == {"SCHED_FIFO"}
+
+
+def broken_bag(path: Path, count: int) -> Path:
+    """A bag whose pictures are no JPEG."""
+    store = get_typestore(Stores.ROS2_HUMBLE)
+    kind = "sensor_msgs/msg/CompressedImage"
+    with Writer(path, version=8, storage_plugin=StoragePlugin.MCAP) as writer:
+        connection = writer.add_connection("/image", kind, typestore=store)
+        for k in range(count):
+            stamp = store.types["builtin_interfaces/msg/Time"](sec=1 + k, nanosec=0)
+            header = store.types["std_msgs/msg/Header"](stamp=stamp, frame_id="cam")
+            data = np.frombuffer(b"not a jpeg", np.uint8)
+            message = store.types[kind](header=header, format="jpeg", data=data)
+            writer.write(connection, (1 + k) * 10**9, store.serialize_cdr(message, kind))
+    return path
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_recording_without_a_usable_frame_is_invalid(
+    count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bag, out = broken_bag(tmp_path / "bag", count), tmp_path / "a.json"
+    assert run(["replay", str(bag), "--rate", "20", "--json", str(out)]) == 3
+    reasons = json.loads(out.read_text())["reasons"]
+    assert reasons[-1].startswith(f"no usable frame: all {count} FAILED, the first: ")
+    assert not reasons[-1].endswith("in the network")
+    shown, said = capfd.readouterr()
+    assert shown.startswith("budget 100.0 ms\n")
+    assert f"INVALID: {reasons[-1]}" in said
+    assert ("note: one frame, or equal stamps" in said) is (count == 1)
 
 
 def test_a_factor_is_resolved_against_the_warm_up(tmp_path: Path) -> None:

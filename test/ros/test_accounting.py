@@ -94,6 +94,7 @@ def test_a_flawless_run_holds_every_check() -> None:
     assert result["ok"] is True
     assert (result["delivered"], result["reported"], result["received"]) == (12, 12, 8)
     assert result["published"] == 8
+    assert result["budget_ns"] == evidence(MIXED).timing[-1]["budget_ns"]
     assert result["epochs"] == 3
     assert result["outcomes"] == {
         "OK": 4,
@@ -201,13 +202,16 @@ def test_empty_answers_and_wrong_counts_are_named() -> None:
     run.detections[0]["boxes"] = []
     assert failing(account(run, expect_miss=False)) == [FOUND]
     run = evidence(MIXED)
-    run.detections[0]["boxes"] = [[1, 2, 3, 4, 0.9, "dog"]]
-    assert failing(account(run, expect_miss=False)) == [FOUND]
+    for score, label in ((0.9, "dog"), (0.49, "person")):
+        run.detections[0]["boxes"] = [[1, 2, 3, 4, score, label]]
+        assert failing(account(run, expect_miss=False)) == [FOUND]
     run = evidence([Outcome.OK] * 100)
     run.detections[0]["boxes"] = run.detections[0]["boxes"] * 2
     result = account(run, expect_miss=False)
     assert failing(result) == [FOUND]
-    assert result["checks"][4]["found"] == "100 of 100, count differs from FrameTiming: 1"
+    assert result["checks"][4]["found"] == (
+        "100 of 100 with a score of 0.5 or more, count differs from FrameTiming: 1"
+    )
 
 
 @pytest.mark.parametrize(("share", "holds"), [(None, False), (0.94, False), (0.95, True)])

@@ -123,6 +123,16 @@ def test_a_killed_worker(up: Up) -> None:
     up.permitted(count=2)
 
 
+def test_a_reset_while_the_worker_is_restarting(up: Up) -> None:
+    os.kill(int(up.line(r"worker (\d+) is ready at")[1]), signal.SIGKILL)
+    up.line(r"worker \d+ started again at")
+    done = subprocess.run(
+        [*COMMAND, "reset"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    up.permitted(count=2)
+
+
 def test_a_killed_watchdog(up: Up) -> None:
     os.kill(up.pid("watchdog"), signal.SIGKILL)
     withdrawn = up.line(r"permit granted -> withdrawn at \d+ ns, ([\d.]+) ms after the last")

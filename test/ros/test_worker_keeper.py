@@ -24,6 +24,7 @@ CONFIG = WorkerConfig("model", SourceConfig("bag", "x"), budget_ns=100 * MS, war
 class State:
     def __init__(self) -> None:
         self.worker_state = int(WorkerState.STARTING)
+        self.active = 0
         self.heartbeat_ns = 0
         self.message = ""
 
@@ -279,6 +280,22 @@ def test_a_worker_that_does_not_deactivate_is_replaced(world: World) -> None:
     world.keeper.deactivate()
     assert world.keeper.phase is Phase.WAITING
     assert ("stop", 0.0) in worker.calls
+    world.pass_time(600)
+    world.workers[1].ready()
+    world.pass_time(50)
+    assert world.workers[1].state.worker_state == WorkerState.INACTIVE
+
+
+def test_a_refused_activation_leaves_no_wish_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = world.running(active=False)
+    monkeypatch.setattr("perception_rt.ros.worker_keeper.ACTIVATE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(type(worker), "activate", lambda *_: None)  # it does not follow
+    with pytest.raises(UnavailableError, match="did not become active"):
+        world.keeper.activate(1)
+    assert worker.state.active == 0
+    worker.code = -9
     world.pass_time(600)
     world.workers[1].ready()
     world.pass_time(50)
