@@ -23,6 +23,8 @@ _STEPS = {
     "inactive": (ACTIVATE, DEACTIVATE, ACTIVATE),
     "unconfigured": (CONFIGURE, ACTIVATE, DEACTIVATE, ACTIVATE),
 }
+_RESTARTED_S = 0.3
+"""Longer than this, a transition has waited for a worker to start."""
 _PRESENT_S = 10.0
 """How long a node that is running may take to be discovered."""
 
@@ -128,9 +130,15 @@ def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
             raise UnavailableError(
                 f"{target} is {state}: correct what its log names, then start it again"
             )
-        steps = _STEPS[state]
+        steps = list(_STEPS[state])
+        started = time.monotonic()
         for step in steps:
             client.change(step, timeout_s)
+        if time.monotonic() - started > _RESTARTED_S:
+            # It waited for a new worker, which the watchdog has not seen active before.
+            for step in (DEACTIVATE, ACTIVATE):
+                client.change(step, timeout_s)
+                steps.append(step)
         return tuple(_NAMES[step] for step in steps)
     finally:
         rclpy.try_shutdown()
