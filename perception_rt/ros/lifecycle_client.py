@@ -20,11 +20,9 @@ DEACTIVATE = Transition.TRANSITION_DEACTIVATE
 _NAMES = {CONFIGURE: "configure", ACTIVATE: "activate", DEACTIVATE: "deactivate"}
 _STEPS = {
     "active": (DEACTIVATE, ACTIVATE),
-    "inactive": (ACTIVATE, DEACTIVATE, ACTIVATE),
-    "unconfigured": (CONFIGURE, ACTIVATE, DEACTIVATE, ACTIVATE),
+    "inactive": (ACTIVATE,),
+    "unconfigured": (CONFIGURE, ACTIVATE),
 }
-_RESTARTED_S = 0.3
-"""Longer than this, a transition has waited for a worker to start."""
 _PRESENT_S = 10.0
 """How long a node that is running may take to be discovered."""
 
@@ -106,9 +104,8 @@ class LifecycleClient:
 def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
     """Deactivate and activate ``target``: the one way out of the watchdog's EXPIRED.
 
-    An inactive node is activated first, one that gave its worker up is configured before: the
-    watchdog must see a worker active, deactivated on purpose, and active again. The node waits
-    for a worker that is being restarted.
+    A node that was deactivated already is activated, one that gave its worker up is configured
+    before. It waits for a worker that is being restarted.
 
     Args:
         target: fully qualified name of the detector node.
@@ -130,15 +127,8 @@ def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
             raise UnavailableError(
                 f"{target} is {state}: correct what its log names, then start it again"
             )
-        steps = list(_STEPS[state])
-        started = time.monotonic()
-        for step in steps:
+        for step in _STEPS[state]:
             client.change(step, timeout_s)
-        if time.monotonic() - started > _RESTARTED_S:
-            # It waited for a new worker, which the watchdog has not seen active before.
-            for step in (DEACTIVATE, ACTIVATE):
-                client.change(step, timeout_s)
-                steps.append(step)
-        return tuple(_NAMES[step] for step in steps)
+        return tuple(_NAMES[step] for step in _STEPS[state])
     finally:
         rclpy.try_shutdown()

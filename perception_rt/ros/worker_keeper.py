@@ -81,7 +81,6 @@ class WorkerKeeper:
         self._now = now
         self._process: WorkerProcess | None = None
         self._activation_count = 0
-        self._undone = 0  # activation of a worker that ended before it could be deactivated
         self._capture_count = -1
         self._capture_ns = 0  # newest instant at which capture moved, or need not move
         self._stopping_ns = 0  # newest instant at which the worker was not ending
@@ -128,10 +127,6 @@ class WorkerKeeper:
     def activate(self, activation_count: int) -> None:
         """Let frames flow. Refused, it leaves an inactive worker, also after a restart.
 
-        A worker that replaces one lost while active, and that was deactivated in its absence, is
-        first activated under the old count and deactivated: supervision must see the deactivation
-        of a worker that it saw active.
-
         Args:
             activation_count: lifecycle activations so far; a restarted worker keeps it.
 
@@ -146,10 +141,6 @@ class WorkerKeeper:
             )
         process = self._process
         try:
-            if self._undone:
-                _follow(process, self._undone)
-                process.deactivate()
-                self._undone = 0
             _follow(process, activation_count)
         except PerceptionRtError:
             process.state.active = 0
@@ -175,13 +166,11 @@ class WorkerKeeper:
         """Stop frames; every delivered one has its outcome. A worker that does not follow is
         killed and replaced.
         """
-        self._undone = self._activation_count or self._undone
         self._activation_count = 0
         if self._process is None or self.phase is not Phase.RUNNING:
             return
         try:
             self._process.deactivate()
-            self._undone = 0
         except PerceptionRtError as error:
             self._ended(str(error))
         self._last_check_ns = self._now()

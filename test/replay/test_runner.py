@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -259,13 +261,19 @@ def test_an_interrupted_replay_leaves_no_worker(tmp_path: Path) -> None:
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     worker = ""
-    while not worker:
-        assert process.poll() is None
-        worker = children.read_text().strip()
-    process.send_signal(2)
-    assert process.wait(30) == 130
-    assert process.stderr is not None
-    process.stderr.close()
-    end = time.monotonic() + 30
-    while Path(f"/proc/{worker}").exists():
-        assert time.monotonic() < end, "the worker outlives its parent"
+    try:
+        while not worker:
+            assert process.poll() is None
+            worker = children.read_text().strip()
+        watch = os.pidfd_open(int(worker))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        # A pidfd is readable when its process has ended.
+        assert select.select([watch], [], [], 30)[0] == [watch], "the worker outlives its parent"
+        os.close(watch)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
