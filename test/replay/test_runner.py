@@ -249,13 +249,13 @@ def test_a_factor_is_resolved_against_the_warm_up(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_replay_leaves_no_worker(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from perception_rt.cli import main; sys.exit(main())",
-    ]
+    # Started in the background of a shell, the tests inherit a SIGINT that is ignored.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from perception_rt.cli import main; sys.exit(main())"
+    )
     process = subprocess.Popen(
-        [*command, "replay", str(BAG), "--seconds", "600"],
+        [sys.executable, "-c", code, "replay", str(BAG), "--seconds", "600"],
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
