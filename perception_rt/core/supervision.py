@@ -2,8 +2,10 @@
 
 States: DEACTIVATED -> OK at activation; OK <-> FAILED, debounced and leaky (every bad cycle adds
 one to an error count, every good one takes one off, above ``tolerance`` it is EXPIRED); EXPIRED is
-latched until the detector is deactivated and activated on purpose. A supervisor that was late
-itself reports SELF_LAG, blames nobody for that, and returns to what was at the next heartbeat.
+latched until the detector is deactivated and activated on purpose. A node shows that by a larger
+activation count: a restart of its worker keeps the count, one of its own begins another session. A
+supervisor that was late itself reports SELF_LAG, blames nobody for that, and returns to what was
+at the next heartbeat.
 
 The permit is given in OK and FAILED, from the first met frame of an activation on. A detector that
 runs on its fallback backend keeps it; DEGRADED then stands among the causes.
@@ -105,7 +107,7 @@ class Supervisor:
             self._frozen_deadline = self._frozen_deadline + 1 if deadline_stood else 0
             self._frozen_capture = self._frozen_capture + 1 if capture_stood else 0
         if beat.state == WorkerState.ACTIVE:
-            self._on_active(now_ns, beat, last is not None and last.state == WorkerState.ACTIVE)
+            self._on_active(now_ns, beat)
         elif beat.state == WorkerState.INACTIVE and beat.session_id == self._active_session:
             self._deactivate("the detector is deactivated")
         elif self._state == State.DEACTIVATED or (
@@ -122,16 +124,13 @@ class Supervisor:
     def _judging(self) -> bool:
         return self._state in (State.OK, State.FAILED)
 
-    def _on_active(self, now_ns: int, beat: HeartbeatFacts, was_active: bool) -> None:
+    def _on_active(self, now_ns: int, beat: HeartbeatFacts) -> None:
         activation = (beat.node_session_id, beat.activation_count)
-        again = (
-            self._activation is not None
-            and activation[0] == self._activation[0]
-            and activation[1] > self._activation[1]
-        )
-        # Twice ACTIVE with a higher count: the worker was INACTIVE between two heartbeats.
-        toggled = again and was_active
-        if toggled or (self._state == State.DEACTIVATED and (again or self._activation is None)):
+        last = self._activation
+        # A node counts up only when it is activated on purpose, hence after a deactivation:
+        # whether that one was heard of, and by which of its workers, does not matter.
+        again = last is not None and activation[0] == last[0] and activation[1] > last[1]
+        if again or (self._state == State.DEACTIVATED and last is None):
             self._activate(now_ns)
         elif self._state == State.DEACTIVATED and activation != self._activation:
             self._expire(

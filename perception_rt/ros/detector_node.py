@@ -21,7 +21,7 @@ from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackRet
 from rclpy.qos import QoSCompatibility, qos_check_compatible
 
 from perception_rt.core.config import RosConfig
-from perception_rt.core.errors import PerceptionRtError
+from perception_rt.core.errors import PerceptionRtError, UsageError
 from perception_rt.ros import parameters
 from perception_rt.ros.conversions import runtime_settings, worker_config
 from perception_rt.ros.diagnostics import Diagnostics
@@ -145,11 +145,14 @@ class DetectorNode(LifecycleNode):
     def _configure(self) -> None:
         values = self._values
         uri = values["source_uri"]
-        image_topic = (
-            self.resolve_topic_name(uri)
-            if values["source"] == "topic" and uri
-            else self._image_topic
-        )
+        image_topic = self._image_topic
+        if values["source"] == "topic" and uri:
+            try:
+                image_topic = self.resolve_topic_name(uri)
+            except RuntimeError as error:  # RCLError, which rclpy does not export
+                raise UsageError(
+                    f"source_uri '{uri}' is no topic name: give one like /camera/image_raw"
+                ) from error
         names = RosConfig(
             node_name=f"{self.get_name()}_worker",
             namespace=self.get_namespace(),
@@ -179,7 +182,7 @@ class DetectorNode(LifecycleNode):
 
     def _activate(self) -> None:
         assert self._keeper is not None
-        self._keeper.await_restart()
+        self._keeper.await_restart(self._check_stop)
         # Counted first: the number of a refused activation is never used again.
         self._activation_count += 1
         self._keeper.activate(self._activation_count)

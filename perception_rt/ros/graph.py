@@ -7,6 +7,7 @@ Pure data: nothing here starts anything or imports rclpy.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from perception_rt.core.errors import UnavailableError, UsageError
 
 PACKAGE = "perception_rt"
 MODEL = "nanodet_g_416_coco80"
+_NAMESPACE = re.compile(r"/|(/[A-Za-z_][A-Za-z0-9_]*)+")
 LOG_LEVELS = ("debug", "info", "warn", "error", "fatal")
 
 Value = bool | int | float | str
@@ -97,6 +99,11 @@ def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]
         UnavailableError: the package is not installed.
     """
     namespace = "/" + options.namespace.strip("/")
+    if not _NAMESPACE.fullmatch(namespace):
+        raise UsageError(
+            f"namespace '{options.namespace}' cannot be used: give names of letters, digits and _"
+            " that do not start with a digit, separated by /, like front/left"
+        )
     if options.log_level not in LOG_LEVELS:
         raise UsageError(
             f"log level '{options.log_level}' is unknown: use one of {', '.join(LOG_LEVELS)}"

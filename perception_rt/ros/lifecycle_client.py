@@ -18,6 +18,11 @@ ACTIVATE = Transition.TRANSITION_ACTIVATE
 DEACTIVATE = Transition.TRANSITION_DEACTIVATE
 
 _NAMES = {CONFIGURE: "configure", ACTIVATE: "activate", DEACTIVATE: "deactivate"}
+_STEPS = {
+    "active": (DEACTIVATE, ACTIVATE),
+    "inactive": (ACTIVATE,),
+    "unconfigured": (CONFIGURE, ACTIVATE),
+}
 _PRESENT_S = 10.0
 """How long a node that is running may take to be discovered."""
 
@@ -37,9 +42,11 @@ class LifecycleClient:
         self._node = node
         self._target = target
         try:
+            if not target:
+                raise ValueError("empty")
             self._change = node.create_client(ChangeState, f"{target}/change_state")
             self._get = node.create_client(GetState, f"{target}/get_state")
-        except InvalidServiceNameException as error:
+        except (InvalidServiceNameException, ValueError) as error:
             raise UsageError(
                 f"'{target}' is no node name: give one like /detector or /left/eye"
             ) from error
@@ -97,8 +104,8 @@ class LifecycleClient:
 def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
     """Deactivate and activate ``target``: the one way out of the watchdog's EXPIRED.
 
-    An inactive node is activated first: the watchdog must see the worker that it expired active,
-    deactivated on purpose, and active again. The node waits for a worker that is being restarted.
+    A node that was deactivated already is activated, one that gave its worker up is configured
+    before. It waits for a worker that is being restarted.
 
     Args:
         target: fully qualified name of the detector node.
@@ -115,16 +122,13 @@ def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
         node = rclpy.create_node("perception_rt_reset")
         client = LifecycleClient(node, target)
         client.wait(min(timeout_s, _PRESENT_S))
-        steps = [DEACTIVATE, ACTIVATE]
         state = client.state(timeout_s)
-        if state == "inactive":
-            steps.insert(0, ACTIVATE)
-        elif state != "active":
+        if state not in _STEPS:
             raise UnavailableError(
                 f"{target} is {state}: correct what its log names, then start it again"
             )
-        for step in steps:
+        for step in _STEPS[state]:
             client.change(step, timeout_s)
-        return [_NAMES[step] for step in steps]
+        return tuple(_NAMES[step] for step in _STEPS[state])
     finally:
         rclpy.try_shutdown()

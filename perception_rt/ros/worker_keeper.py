@@ -21,6 +21,10 @@ from perception_rt.runtime.worker_process import WorkerProcess
 
 SILENCE_NS = 200 * NS_PER_MS
 """A worker whose shared heartbeat is older than this is hung; it writes one each 20 ms."""
+STUCK_NS = 2 * NS_PER_S
+"""How long the capture thread of an active worker may stand still, and how long a worker that ends
+by itself may take: it closes its source and leaves its words first.
+"""
 BACKOFF_NS = tuple(int(s * NS_PER_S) for s in (0.5, 1.0, 2.0, 4.0))
 MAX_RESTARTS, RESTART_WINDOW_NS = 5, 60 * NS_PER_S
 ACTIVATE_TIMEOUT_S = 2.0
@@ -79,6 +83,9 @@ class WorkerKeeper:
         self._now = now
         self._process: WorkerProcess | None = None
         self._activation_count = 0
+        self._capture_count = -1
+        self._capture_ns = 0  # newest instant at which capture moved, or need not move
+        self._stopping_ns = 0  # newest instant at which the worker was not ending
         self._recent: deque[int] = deque()
         self._retry_ns = 0
         self._ready_limit_ns = 0
@@ -117,11 +124,11 @@ class WorkerKeeper:
         except BaseException:
             self._drop(0.0)
             raise
-        self._last_check_ns = self._now()
+        self._last_check_ns = self._stopping_ns = self._capture_ns = self._now()
         self._log.info(f"worker {self._process.pid} is ready at {self._last_check_ns} ns")
 
     def activate(self, activation_count: int) -> None:
-        """Let frames flow.
+        """Let frames flow. Refused, it leaves an inactive worker, also after a restart.
 
         Args:
             activation_count: lifecycle activations so far; a restarted worker keeps it.
@@ -135,27 +142,28 @@ class WorkerKeeper:
             raise UnavailableError(
                 f"the worker is {self.phase.value}: activate again when it is ready"
             )
+        process = self._process
+        try:
+            _follow(process, activation_count)
+        except PerceptionRtError:
+            process.state.active = 0
+            raise
         self._activation_count = activation_count
-        self._process.activate(activation_count)
-        limit = time.monotonic() + ACTIVATE_TIMEOUT_S
-        while self._process.state.worker_state != WorkerState.ACTIVE:
-            if self._process.poll() is not None or time.monotonic() > limit:
-                # A refused activation leaves nothing behind: an inactive node has no frames, nor
-                # has a worker that is started later.
-                self._activation_count = 0
-                self._process.state.active = 0
-                raise UnavailableError(
-                    f"worker {self._process.pid} did not become active: see its output"
-                )
-            time.sleep(0.002)
         self._last_check_ns = self._now()
 
-    def await_restart(self) -> None:
-        """Wait, where a restart is under way, until the worker is ready or was given up."""
+    def await_restart(self, progress: Callable[[int, int], None]) -> None:
+        """Wait, where a restart is under way, until the worker is ready or was given up.
+
+        Args:
+            progress: as in ``start``.
+        """
+        self.check()  # a worker may have ended since the last one
         limit = time.monotonic() + self.ready_timeout_s + BACKOFF_NS[-1] / NS_PER_S
         while self.phase in (Phase.WAITING, Phase.STARTING) and time.monotonic() < limit:
-            self.check()
+            state = self._process.state if self._process else None
+            progress(state.warmup_done if state else 0, state.warmup_total if state else 0)
             time.sleep(0.01)
+            self.check()
 
     def deactivate(self) -> None:
         """Stop frames; every delivered one has its outcome. A worker that does not follow is
@@ -199,11 +207,30 @@ class WorkerKeeper:
             age_ns = now_ns - self._process.state.heartbeat_ns
             if code is not None:
                 self._ended(_words(self._process, code))
-            elif age_ns > SILENCE_NS and not paused:
+            elif age_ns > SILENCE_NS and not paused and not self._process.state.stop:
                 self._ended(
                     f"worker {self._process.pid} gave no sign of life for "
                     f"{age_ns // NS_PER_MS} ms: killed"
                 )
+            else:
+                self._check_threads(now_ns, paused)
+
+    def _check_threads(self, now_ns: int, paused: bool) -> None:
+        """The heartbeat is the deadline thread's; look after the capture thread too."""
+        process = self._process
+        assert process is not None
+        state = process.state
+        if not state.stop or paused:
+            self._stopping_ns = now_ns
+        moved = state.capture_count != self._capture_count
+        if moved or paused or state.worker_state != WorkerState.ACTIVE:
+            self._capture_count = state.capture_count
+            self._capture_ns = now_ns
+        limit = f"for more than {STUCK_NS // NS_PER_S} s: killed"
+        if now_ns - self._stopping_ns > STUCK_NS:
+            self._ended(f"worker {process.pid} lost a thread and has not ended {limit}")
+        elif now_ns - self._capture_ns > STUCK_NS:
+            self._ended(f"the capture thread of worker {process.pid} stands still {limit}")
 
     def _check_starting(self, now_ns: int) -> None:
         process = self._process
@@ -217,6 +244,7 @@ class WorkerKeeper:
             )
         elif process.state.worker_state == WorkerState.INACTIVE:
             self.phase = Phase.RUNNING
+            self._stopping_ns = self._capture_ns = now_ns
             active = ", active again: no permit until reset" if self._activation_count else ""
             if self._activation_count:
                 process.activate(self._activation_count)
@@ -266,6 +294,20 @@ class WorkerKeeper:
         if process is not None:
             process.stop(timeout_s)
             process.close()
+
+
+def _follow(process: WorkerProcess, activation_count: int) -> None:
+    """Activate, and wait until the worker is active.
+
+    Raises:
+        UnavailableError: it does not follow.
+    """
+    process.activate(activation_count)
+    limit = time.monotonic() + ACTIVATE_TIMEOUT_S
+    while process.state.worker_state != WorkerState.ACTIVE:
+        if process.poll() is not None or time.monotonic() > limit:
+            raise UnavailableError(f"worker {process.pid} did not become active: see its output")
+        time.sleep(0.002)
 
 
 def _words(process: WorkerProcess, code: int) -> str:

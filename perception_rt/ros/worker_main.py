@@ -121,7 +121,7 @@ def main() -> int:
         return error.exit_code
     try:
         node = _make_node(config)
-    except PerceptionRtError as error:
+    except Exception as error:  # noqa: BLE001  the parent must hear of it, whatever it is
         return report_end(SharedState(config.state_fd), error)
     try:
         return run_worker(

@@ -3,7 +3,7 @@ outcome.
 
 Budget of this loop's own Python, everything of a frame that is not preprocess, segments, NMS or
 publish: 1 ms. It allocates a few short-lived integers and tuples per frame, nothing that grows;
-    it never logs.
+it never logs.
 """
 
 from __future__ import annotations

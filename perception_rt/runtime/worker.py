@@ -283,7 +283,7 @@ def run_worker(
         worker.run()
         error = worker.error or worker.unexpected
         hung = worker.backend_hung
-    except PerceptionRtError as refused:
+    except Exception as refused:  # noqa: BLE001  reported below, whatever it is
         error = refused
     code = report_end(state, error)
     if hung:

@@ -192,4 +192,5 @@ class WorkerProcess:
             return UnavailableError(
                 f"worker {self.pid} was ended by signal {-code}: see the system log"
             )
-        return UnavailableError(f"worker {self.pid} ended with status {code}: see its output")
+        kind = _ERRORS.get(code, UnavailableError)
+        return kind(f"worker {self.pid} ended with status {code}: see its output")

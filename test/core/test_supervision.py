@@ -481,12 +481,21 @@ def test_a_restarted_worker_stays_expired_until_reset():
     scene.reset()
 
 
-def test_a_restarted_worker_needs_to_have_been_active_to_be_deactivated():
+@pytest.mark.parametrize("heard_inactive", [True, False])
+def test_a_reset_counts_though_no_worker_was_there_to_be_deactivated(heard_inactive):
     scene = expired()
     restart(scene, activation_count=2)
-    scene.beat(state=WorkerState.INACTIVE)
-    assert scene.cycle().state == State.EXPIRED
-    assert scene.step(state=WorkerState.ACTIVE).state == State.EXPIRED
+    if heard_inactive:
+        scene.beat(state=WorkerState.INACTIVE)
+        assert scene.cycle().state == State.EXPIRED
+    result = scene.step(state=WorkerState.ACTIVE)
+    assert (result.state, result.causes, result.permit) == (State.OK, 0, True)
+
+
+def test_a_reset_of_another_node_does_not_count():
+    scene = expired()
+    restart(scene, node_session_id=4, activation_count=2)
+    assert scene.step().state == State.EXPIRED
 
 
 def test_a_restarted_node_that_activates_itself_stays_expired_until_reset():

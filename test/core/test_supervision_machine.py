@@ -38,6 +38,7 @@ class Life(RuleBasedStateMachine):
         self.latched = False
         self.may_leave = False  # an explicit reset was heard since it latched
         self.active_sessions: set[int] = set()
+        self.heard_activation = (0, 0)  # the newest: node, count
         self.met_since_activation = False
         self.misses: list[bool] = []
         self.beat_ns = self.blind_ns = -1
@@ -101,6 +102,9 @@ class Life(RuleBasedStateMachine):
         self.beat_ns = self.now
         if self.worker_state == WorkerState.ACTIVE:
             self.active_sessions.add(self.session)
+            node, count = self.heard_activation
+            self.may_leave |= node == self.node and self.activations > count
+            self.heard_activation = (self.node, self.activations)
         elif self.worker_state == WorkerState.INACTIVE and self.session in self.active_sessions:
             self.may_leave = True
 
@@ -178,6 +182,20 @@ class Life(RuleBasedStateMachine):
         self.beat()
         self.judge()
         assert self.result.state == State.DEACTIVATED
+
+    @precondition(lambda self: self.worker_state == WorkerState.ACTIVE)
+    @rule(meanwhile=st.booleans())
+    def reset_unheard(self, meanwhile):
+        """Deactivated and activated between two heartbeats, also while the worker starts again."""
+        if meanwhile:
+            self.session += 1
+            self.sequence = self.counter = self.frame_id = self.epoch = 0
+        self.activations += 1
+        self.beat()
+        assert self.activated_now()
+        self.misses.clear()
+        self.met_since_activation = False
+        self.judge()
 
     @rule(node_too=st.booleans())
     def restart(self, node_too):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -247,25 +249,31 @@ def test_a_factor_is_resolved_against_the_warm_up(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_replay_leaves_no_worker(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from perception_rt.cli import main; sys.exit(main())",
-    ]
+    # Started in the background of a shell, the tests inherit a SIGINT that is ignored.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from perception_rt.cli import main; sys.exit(main())"
+    )
     process = subprocess.Popen(
-        [*command, "replay", str(BAG), "--seconds", "600"],
+        [sys.executable, "-c", code, "replay", str(BAG), "--seconds", "600"],
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     worker = ""
-    while not worker:
-        assert process.poll() is None
-        worker = children.read_text().strip()
-    process.send_signal(2)
-    assert process.wait(30) == 130
-    assert process.stderr is not None
-    process.stderr.close()
-    end = time.monotonic() + 30
-    while Path(f"/proc/{worker}").exists():
-        assert time.monotonic() < end, "the worker outlives its parent"
+    try:
+        while not worker:
+            assert process.poll() is None
+            worker = children.read_text().strip()
+        watch = os.pidfd_open(int(worker))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        # A pidfd is readable when its process has ended.
+        assert select.select([watch], [], [], 30)[0] == [watch], "the worker outlives its parent"
+        os.close(watch)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()

@@ -354,6 +354,11 @@ def run(domain: int, *arguments: str, timeout_s: float = 60.0) -> tuple[int, str
         (["-p", "sorce:=bag"], 64, "'sorce' (nearest: source"),
         (["--params-file", "none.yaml"], 64, "none.yaml"),
         (["-p", "source:=bag", "-p", "source_uri:=/no/such/bag"], 65, "/no/such/bag"),
+        (
+            ["-p", "source:=topic", "-p", "source_uri:='bad topic'"],
+            64,
+            "'bad topic' is no topic name",
+        ),
         (["-p", "model_path:=/no/such/model"], 65, "/no/such/model"),
         (["--no-such-flag"], 64, "ROS arguments cannot be used"),
     ],

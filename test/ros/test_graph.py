@@ -185,3 +185,13 @@ def test_the_shipped_parameters_reach_the_nodes_in_any_namespace(
     finally:
         node.destroy_node()
         context.destroy()
+
+
+@pytest.mark.parametrize("namespace", ["bad name", "a//b", "1a", "a/2b", "a.b", "~x"])
+def test_a_namespace_that_ros_would_refuse(share: Path, namespace: str) -> None:
+    with pytest.raises(UsageError, match=f"namespace '{namespace}' cannot be used"):
+        describe(GraphOptions(namespace=namespace), share)
+
+
+def test_a_nested_namespace(share: Path) -> None:
+    assert describe(GraphOptions(namespace="/a_1/B/"), share)[0].full_name == "/a_1/B/detector"

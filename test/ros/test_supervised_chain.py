@@ -163,15 +163,29 @@ def test_a_killed_worker_costs_the_permit_until_reset(chain: Chain) -> None:
     count = len(chain.heard)
     chain.wait(lambda: len(chain.heard) >= count + 50)
     assert not any(h.pdu.permit for h in chain.heard if h.at_ns > withdrawn.at_ns)
-    reset = "from perception_rt.ros.lifecycle_client import reset; print(reset('/detector'))"
-    done = subprocess.run(
-        [sys.executable, "-c", reset], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "['deactivate', 'activate']\n", done.stderr + chain.log.read_text()
-    chain.permitted()
+    reset(chain)
     log = chain.log.read_text()
     assert f"worker {old} was ended by signal 9 (noticed at " in log
     assert "-> EXPIRED (no permit) judged at " in log
+
+
+def reset(chain: Chain) -> None:
+    """Reset by a process of its own; ends with the permit."""
+    code = "from perception_rt.ros.lifecycle_client import reset; print(*reset('/detector'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "deactivate activate\n", done.stderr + chain.log.read_text()
+    chain.permitted()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.3, 0.8, 1.2])
+def test_one_reset_is_enough_at_whatever_stage_of_a_restart(chain: Chain, pause_s: float) -> None:
+    killed_ns = time.monotonic_ns()
+    os.kill(chain.worker(), signal.SIGKILL)
+    chain.after(killed_ns, lambda pdu: not pdu.permit)
+    time.sleep(pause_s)  # what is tested: the stages follow one another within about a second
+    reset(chain)
 
 
 def test_a_killed_watchdog_is_silence(chain: Chain) -> None:

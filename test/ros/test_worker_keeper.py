@@ -25,7 +25,10 @@ class State:
     def __init__(self) -> None:
         self.worker_state = int(WorkerState.STARTING)
         self.active = 0
+        self.stop = 0
         self.heartbeat_ns = 0
+        self.capture_count = 0
+        self.warmup_done = self.warmup_total = 0
         self.message = ""
 
 
@@ -59,9 +62,11 @@ class FakeWorker:
 
     def beat(self) -> None:
         self.state.heartbeat_ns = self.world.clock.now()
+        self.state.capture_count += not self.world.stuck
 
     def activate(self, count: int) -> None:
         self.calls.append(("activate", count))
+        self.state.active = 1
         self.state.worker_state = int(WorkerState.ACTIVE)
 
     def deactivate(self) -> None:
@@ -91,7 +96,7 @@ class World:
         self.clock = ManualClock(1_000 * MS)
         self.workers: list[FakeWorker] = []
         self.log: list[tuple[str, str]] = []
-        self.refuse = self.broken = self.deaf = False
+        self.refuse = self.broken = self.deaf = self.stuck = False
         self.keeper = WorkerKeeper(config, self, self.spawn, self.clock.now)  # type: ignore[arg-type]
 
     def spawn(self, config: WorkerConfig) -> FakeWorker:
@@ -310,6 +315,72 @@ def test_activation_waits_for_a_worker(world: World) -> None:
     world.pass_time(500)
     with pytest.raises(UnavailableError, match="the worker is starting again"):
         world.keeper.activate(1)
+
+
+def test_awaiting_a_restart_ends_with_a_worker_that_can_be_activated(world: World) -> None:
+    first = world.running()
+    world.keeper.deactivate()
+    first.code = -9  # not noticed yet
+
+    def progress(_done: int, _total: int) -> None:
+        world.clock.advance(50 * MS)
+        if world.keeper.phase is Phase.STARTING:
+            world.workers[-1].ready()
+
+    world.keeper.await_restart(progress)
+    assert world.keeper.phase is Phase.RUNNING
+    world.keeper.activate(2)
+    assert world.workers[1].calls[-1] == ("activate", 2)
+
+
+def test_a_stop_ends_the_wait_for_a_restart(world: World) -> None:
+    world.running().code = -9
+
+    def interrupt(_done: int, _total: int) -> None:
+        raise UnavailableError("stopped")
+
+    with pytest.raises(UnavailableError, match="stopped"):
+        world.keeper.await_restart(interrupt)
+
+
+def test_a_worker_lost_while_active_comes_back_under_the_new_activation(world: World) -> None:
+    world.running().code = -9
+    world.pass_time(50)
+    world.keeper.deactivate()
+    world.pass_time(600)
+    worker = world.workers[1]
+    worker.ready()
+    world.pass_time(50)
+    assert worker.state.worker_state == WorkerState.INACTIVE
+    world.keeper.activate(2)
+    assert [call for call in worker.calls if "activate" in call[0]] == [("activate", 2)]
+
+
+def test_a_capture_thread_that_stands_still_ends_an_active_worker(world: World) -> None:
+    world.running(active=False)
+    world.stuck = True
+    world.pass_time(5000)
+    world.keeper.activate(1)
+    world.pass_time(2000)
+    assert world.keeper.phase is Phase.RUNNING
+    world.pass_time(100)
+    assert world.keeper.phase is Phase.WAITING
+    assert world.keeper.last_end == (
+        "the capture thread of worker 100 stands still for more than 2 s: killed"
+    )
+
+
+def test_a_worker_that_ends_by_itself_may_take_a_while_but_not_for_ever(world: World) -> None:
+    worker = world.running()
+    world.pass_time(1000)
+    worker.state.stop = 1
+    world.pass_time(2000, beating=False)
+    assert world.keeper.phase is Phase.RUNNING
+    world.pass_time(100, beating=False)
+    assert world.keeper.phase is Phase.WAITING
+    assert world.keeper.last_end == (
+        "worker 100 lost a thread and has not ended for more than 2 s: killed"
+    )
 
 
 def test_changed_settings_outlive_a_worker_and_its_buffers_do_not_shrink(world: World) -> None:
