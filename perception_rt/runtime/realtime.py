@@ -51,6 +51,22 @@ def isolated_cores(root: Path = _CPU_ROOT) -> list[int]:
         return []
 
 
+def reachable_cores(isolated: list[int]) -> set[int]:
+    """Cores that this process may be bound to: those it runs on, and of the isolated ones, which
+    no process is given by itself, those that the kernel lets the calling thread move to.
+    """
+    own = os.sched_getaffinity(0)
+    reached = set(own)
+    for core in isolated:
+        try:
+            os.sched_setaffinity(0, {core})
+        except OSError:  # outside this process's cpuset, or offline
+            continue
+        reached.add(core)
+    os.sched_setaffinity(0, own)
+    return reached
+
+
 def choose_cores(config: RealtimeConfig, usable: set[int], isolated: list[int]) -> tuple[int, int]:
     """The cores of (capture and deadline, inference).
 
@@ -109,8 +125,9 @@ class RealtimeSetup:
         self.config = config
         self.report = RealtimeReport()
         self._guard = threading.Lock()
+        isolated = isolated_cores() if config.enabled else []
         self.capture_core, self.inference_core = choose_cores(
-            config, os.sched_getaffinity(0), isolated_cores()
+            config, reachable_cores(isolated), isolated
         )
 
     def apply_to_thread(self, name: str, priority: int, core: int) -> ThreadRights:

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from perception_rt.core.config import RealtimeConfig
 from perception_rt.core.errors import RealtimeError
-from perception_rt.runtime.realtime import RealtimeSetup, choose_cores, parse_cpu_list
+from perception_rt.runtime.realtime import (
+    RealtimeSetup,
+    choose_cores,
+    parse_cpu_list,
+    reachable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,23 @@ def test_cpu_list_refuses_junk(text):
 def test_choice_of_cores(usable, isolated, wanted, chosen):
     config = RealtimeConfig(capture_core=wanted[0], inference_core=wanted[1])
     assert choose_cores(config, usable, isolated) == chosen
+
+
+def test_isolated_cores_are_reached_though_nobody_is_given_them(monkeypatch):
+    affinity = {0, 1}
+    allowed = {0, 1, 3}
+
+    def move(_pid, cores):
+        if not set(cores) & allowed:
+            raise OSError(22, "Invalid argument")
+        affinity.clear()
+        affinity.update(cores)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(affinity))
+    monkeypatch.setattr("os.sched_setaffinity", move)
+    assert reachable_cores([2, 3]) == {0, 1, 3}
+    assert affinity == {0, 1}
+    assert choose_cores(RealtimeConfig(), reachable_cores([2, 3]), [2, 3]) == (3, 0)
 
 
 @given(
