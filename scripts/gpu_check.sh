@@ -10,7 +10,7 @@
 # What a part needs and does not find is installed (from FOLDER, else from PyPI) into an environment of its own, which leaves
 # the machine's packages as they are; a part whose needs are not met is named with the reason. docs/gpu.md tells more.
 #
-# PYTHON=python3.12                        use this interpreter (default: that of .venv-gpu, else python3)
+# PYTHON=python3.12                        use this interpreter (default: that of .venv-gpu, of .venv if it has pycuda, else python3)
 # PERCEPTION_RT_WHEELS=FOLDER              of --prepare (default .gpu-wheels)
 # PERCEPTION_RT_GPU_PRECISIONS="fp32 fp16" of the part engines (default: fp32 fp16 int8)
 # exit: 0 what ran passed, 1 something failed, 64 usage, 69 no GPU, or nothing can run on it
@@ -97,6 +97,7 @@ done
 # --- python, GPU ---------------------------------------------------------------------------------
 if [ -n "${PYTHON:-}" ]; then python=$PYTHON
 elif [ -x "$root/.venv-gpu/bin/python" ]; then python=$root/.venv-gpu/bin/python
+elif "$root/.venv/bin/python" -c 'import pycuda.driver' 2>/dev/null; then python=$root/.venv/bin/python
 else python=python3; fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
   { say "$python is not Python 3.10 or later: name another with PYTHON=/path/to/python3.12"; exit 69; }
@@ -184,6 +185,10 @@ fi
 
 # --- parts ---------------------------------------------------------------------------------------
 ran=no
+# Only the plugins that the tests use: with ROS sourced, its own are found too, and stop pytest 9.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+plugins=(-p _hypothesis_pytestplugin)
+[ -n "$(missing pytest_timeout)" ] || plugins+=(-p pytest_timeout)
 for part in "${parts[@]}"; do
   # shellcheck disable=SC2086 # several modules
   lacks=$(missing --why ${NEEDS[$part]} | paste -sd ';')
@@ -198,7 +203,7 @@ for part in "${parts[@]}"; do
   else
     say "$part, at most $limit s"
     PERCEPTION_RT_GPU_FIGURES=$work/$part.jsonl timeout -k 10 "$limit" \
-      "$python" -m pytest "$root/test/gpu/test_$part.py" --rootdir "$root" -q -p no:cacheprovider --import-mode=importlib \
+      "$python" -m pytest "$root/test/gpu/test_$part.py" --rootdir "$root" -q -p no:cacheprovider "${plugins[@]}" --import-mode=importlib \
       -o addopts= -o filterwarnings=default -o timeout="$limit" --junitxml="$work/$part.xml"
     echo $? >"$work/$part.status"
     ran=yes

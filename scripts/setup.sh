@@ -113,19 +113,25 @@ fi
 # --- packages ------------------------------------------------------------------------------------
 pip_install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --retries 8 --timeout 60 \
-    --progress-bar off --no-deps --no-build-isolation --use-pep517 "$@"
+    --progress-bar off --no-deps --use-pep517 "$@"
 }
-# apt's ROS is built for the distribution's NumPy and OpenCV, so those stay; its wheels are not wanted either.
 wanted() {
-  if [ -n "$ros_prefix" ]; then grep -vE '^(ros-|catkin-pkg|empy|lark|numpy|opencv|scipy|pyyaml)' requirements/lock.txt
-  else cat requirements/lock.txt; fi
+  local skip=autosar-e2e # by itself, below
+  # Needs a C library where it has no wheel; nothing in the package imports it.
+  [ "$(uname -m)" = x86_64 ] || skip+="|cyclonedds"
+  # apt's ROS is built for the distribution's NumPy and OpenCV, so those stay; its wheels are not wanted either.
+  [ -z "$ros_prefix" ] || skip+="|ros-|catkin-pkg|empy|lark|numpy|opencv|scipy|pyyaml"
+  grep -vE "^($skip)" requirements/lock.txt
 }
 key=$(digest requirements/lock.txt)
 if ! stamped packages "$key"; then
   wanted >"$state/wanted.txt"
   grep -E '^(setuptools|wheel)==' requirements/lock.txt >"$state/backend.txt"
   step packages 69 "installing the build backend" pip_install -r "$state/backend.txt"
-  step packages 69 "installing $(grep -c == "$state/wanted.txt") locked packages (about a minute)" pip_install -r "$state/wanted.txt"
+  step packages 69 "installing $(grep -c == "$state/wanted.txt") locked packages (about a minute)" \
+    pip_install --no-build-isolation -r "$state/wanted.txt"
+  # A source package on aarch64, with a build back end of its own.
+  step packages 69 "installing autosar-e2e" pip_install "$(grep '^autosar-e2e==' requirements/lock.txt)"
   rm -f "$state"/{vision_msgs,perception_rt_msgs} # built against what was just replaced
   stamp packages "$key"
 fi
@@ -161,7 +167,7 @@ done
 # --- perception_rt itself ------------------------------------------------------------------------
 key=$(digest setup.py setup.cfg package.xml perception_rt/__init__.py)
 if ! stamped project "$key"; then
-  step project 70 "installing perception_rt (editable)" pip_install -e "$root"
+  step project 70 "installing perception_rt (editable)" pip_install --no-build-isolation -e "$root"
   stamp project "$key"
 fi
 # The places where ROS looks, as links, so that edits are live.

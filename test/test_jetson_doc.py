@@ -52,9 +52,10 @@ def test_parameters_that_are_shown_exist(repository: Path) -> None:
     text = (repository / "docs" / "jetson.md").read_text(encoding="utf-8")
     known = yaml.safe_load((repository / "config" / "perception.yaml").read_text(encoding="utf-8"))
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    shown = yaml.safe_load(block)["/**/detector"]["ros__parameters"]
+    for node, shown in yaml.safe_load(block).items():
+        assert set(shown["ros__parameters"]) <= set(known[node]["ros__parameters"])
     parameters = known["/**/detector"]["ros__parameters"]
-    assert set(shown) <= set(parameters)
+    assert "supervision.grace_ms" in known["/**/watchdog"]["ros__parameters"]
     for name in ("warmup_runs", "build_on_configure", "fallback_backend", "backend"):
         assert f"`{name}" in text
         assert name in parameters

@@ -201,9 +201,12 @@ class EngineCache:
             _write(meta, (json.dumps(record, indent=1) + "\n").encode())
 
     def _prune(self, key: EngineKey) -> None:
-        """Drop what the new engine replaces: same slot, same GPU; engines of other GPUs stay."""
+        """Drop what the new engine replaces: of the same slot, GPU, driver, TensorRT and options,
+        from another version of the model. Engines for anything else stay.
+        """
+        same = ("gpu", "sm", "driver", "builder", "options")
         for stem, other in self._siblings(key):
-            if other.get("gpu") == key.gpu and other.get("sm") == key.sm and stem != key.stem:
+            if stem != key.stem and all(other.get(name) == getattr(key, name) for name in same):
                 for suffix in (".json", ".plan"):
                     (self.directory / (stem + suffix)).unlink(missing_ok=True)
 

@@ -126,12 +126,16 @@ def find_engines(model: Model, precision: str, place: Place) -> EngineSet:
     if precision != "auto":
         return _find(model, precision, place, "")
     choice = read_choice(model, place)
+    notes = dict.fromkeys(UNMEASURED, "nothing was measured here yet")
     if choice:
-        return _find(model, choice, place, f"{choice}: chosen by measurement on this machine")
+        # It comes first; the others count where its engine was lost since.
+        lost = f"{choice} was measured to be best, but its engine is gone"
+        notes = {choice: "", **dict.fromkeys(UNMEASURED, lost)}
+        notes[choice] = "chosen by measurement on this machine"
     error: UnavailableError | None = None
-    for candidate in UNMEASURED:
+    for candidate, note in notes.items():
         try:
-            return _find(model, candidate, place, f"{candidate}: nothing was measured here yet")
+            return _find(model, candidate, place, f"{candidate}: {note}")
         except UnavailableError as refused:
             error = error or refused
     assert error is not None
@@ -261,8 +265,19 @@ def load_kernel(cache: EngineCache, gpu: GpuFacts) -> Entry:
         cubin = compile_cubin(kernel_source(), SOURCE_NAME, gpu.sm, gpu.cuda_major or None)
         return Built(cubin.data, {"compiler": cubin.compiler})
 
-    key = EngineKey("kernel.letterbox", kernel_sha256(), gpu.name, gpu.sm, gpu.driver, "cubin")
-    return cache.get_or_build(key, build)
+    return cache.get_or_build(_kernel_key(gpu), build)
+
+
+def find_kernel(cache: EngineCache, gpu: GpuFacts) -> Entry | str:
+    """The compiled preprocess kernel, or why there is none: compiles nothing, waits for nobody."""
+    found = cache.load(_kernel_key(gpu))
+    if isinstance(found, str):
+        return f"its kernel: {found}: run `perception_rt model build`"
+    return found
+
+
+def _kernel_key(gpu: GpuFacts) -> EngineKey:
+    return EngineKey("kernel.letterbox", kernel_sha256(), gpu.name, gpu.sm, gpu.driver, "cubin")
 
 
 def read_choice(model: Model, place: Place) -> str:

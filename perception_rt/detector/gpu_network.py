@@ -209,6 +209,7 @@ class GpuNetwork:
     def _enqueue_plain(self, buffers: BufferSet, k: int, handle: int) -> None:
         context = self._contexts[k]
         if self._bound[k] is not buffers:
+            self._bound[k] = None  # until all are set: one that is refused leaves a mixture
             for name, address in buffers.addresses[k]:
                 if not context.set_tensor_address(name, address):
                     raise BackendError(f"TensorRT refused the address of tensor '{name}'")
@@ -381,7 +382,7 @@ class GpuNetwork:
                         self._handle,
                     )
                     buffers.graphs.append(graph)
-        except BackendError as error:
+        except Exception as error:  # noqa: BLE001 (of any kind: it works without graphs)
             self._drop_graphs()
             self.graphs = f"no CUDA graphs, usual stream priority: {fault_text(k, error)}"
         else:

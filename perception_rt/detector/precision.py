@@ -282,7 +282,7 @@ def _load(data: bytes, name: str) -> Any:
 def _tool(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # one built for another NumPy fails in any way there is
         raise UnavailableError(
             f"{package} cannot be imported ({_brief(error)}), which other precisions than fp32 "
             f"need: pip install onnx onnxruntime, or use --precision fp32"

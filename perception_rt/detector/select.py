@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 
 from perception_rt.core.clock import NS_PER_MS
 from perception_rt.core.config import BACKENDS, GpuOptions
-from perception_rt.core.errors import PerceptionRtError, UnavailableError, UsageError
+from perception_rt.core.errors import (
+    BackendError,
+    PerceptionRtError,
+    UnavailableError,
+    UsageError,
+)
 from perception_rt.detector.backend import Backend
 from perception_rt.detector.model import Model
 
@@ -148,17 +153,22 @@ def _load_onnxruntime(name: str, options: LoadOptions) -> Backend:
 
 
 def _load_tensorrt(options: LoadOptions) -> Backend:
-    from perception_rt.detector.engine_set import cache_of, load_kernel, load_plans
+    from perception_rt.detector.engine_set import cache_of, find_kernel, load_plans
     from perception_rt.detector.gpu_facts import probe_gpu
     from perception_rt.detector.tensorrt_backend import TensorRtBackend
 
     gpu = options.gpu
-    plans = load_plans(options.model, gpu, gpu.build_on_configure)
     try:
-        cubin = load_kernel(cache_of(gpu), probe_gpu()).data
+        plans = load_plans(options.model, gpu, gpu.build_on_configure)
+        kernel = find_kernel(cache_of(gpu), probe_gpu())
+        cubin, no_cubin = (None, kernel) if isinstance(kernel, str) else (kernel.data, "")
+        return TensorRtBackend(
+            options.model, gpu, plans, options.thread_init, cubin=cubin, no_cubin=no_cubin
+        )
     except PerceptionRtError:
-        cubin = None  # no compiler here: preprocess runs on the CPU, and describe() says so
-    return TensorRtBackend(options.model, gpu, plans, options.thread_init, cubin=cubin)
+        raise
+    except Exception as error:  # a binding of another version fails in any way there is
+        raise BackendError(f"TensorRT: {type(error).__name__}: {_line(error)}") from error
 
 
 def load_candidates(name: str, fallback: str, options: LoadOptions) -> Candidates:

@@ -169,6 +169,10 @@ class SwitchingBackend:
         fallback = self._backends[Role.FALLBACK]
         if wanted == Role.PRIMARY and not fallback.drain(now_ns):
             return False
+        # The next frame begins on the other one, if it fits at all: what the former has not begun
+        # is taken back, and it may be rehearsed once it has ended the rest.
+        self._current.drain(now_ns)
+        self._current = self._backends[wanted]
         self.role = wanted
         self.switches += 1
         self._rehearsal.running = False
@@ -214,7 +218,6 @@ class SwitchingBackend:
         """Keep the fallback warm, or prove the primary."""
         rehearsal = self._rehearsal
         proving = self._breaker.state == BreakerState.OPEN
-        # While the frame before still runs on it, a backend cannot be rehearsed.
         if proving != (self.role == Role.FALLBACK):
             rehearsal.running = False
             return
@@ -223,12 +226,10 @@ class SwitchingBackend:
             rehearsal.go_on(standby, now_ns)
             if not rehearsal.running:
                 self._rehearsed(now_ns, budget_ns)
-        elif standby is self._current:
-            return
         elif proving and self._breaker.probe_due(now_ns):
             if getattr(standby, "dead", False):
                 self._bring_back(now_ns)
-            else:
+            elif standby.drain(now_ns):  # it may still run its last frame
                 self._proving_runs = 0
                 self._start(standby, now_ns, budget_ns)
         elif not proving and self._warm_ns == 0:
@@ -279,8 +280,11 @@ class SwitchingBackend:
     def _load(self) -> None:
         assert self._reload is not None
         try:
-            self._backends[Role.PRIMARY].close()
-            self._reloaded = self._reload()
+            if self._backends[Role.PRIMARY].close():
+                self._reloaded = self._reload()
+            else:
+                # It still holds the context: a second one beside it would share its error.
+                self._reloaded = "does not return from the GPU: restart the worker"
         except PerceptionRtError as error:
             self._reloaded = f"cannot be loaded again: {error}"
         except Exception as error:  # noqa: BLE001 (a driver's error of any kind; the fallback runs on)
@@ -336,10 +340,7 @@ class SwitchingBackend:
 
         It may go on reading the pixels of its last frame; nothing of that is ever published.
         """
-        chosen = self._backends[self.role]
-        if self._current is not chosen:
-            self._current.drain(0)
-        return chosen.drain(t_ns)
+        return self._backends[self.role].drain(t_ns)
 
     def detections(self, k: int) -> NDArray[np.float32]:
         """The detection tensor of exit ``k`` of the present frame."""

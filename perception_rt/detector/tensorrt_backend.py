@@ -97,8 +97,9 @@ class TensorRtBackend:
         thread_init: called once on the GPU thread before anything else (priority, core).
         trt, cuda: the modules ``tensorrt`` and ``pycuda.driver``; None: imported here.
         clock: CLOCK_MONOTONIC; spans are stamped with it.
-        cubin: the compiled preprocess kernel (``engine_set.load_kernel``); None: preprocess runs
+        cubin: the compiled preprocess kernel (``engine_set.find_kernel``); None: preprocess runs
             on the CPU, on the GPU thread.
+        no_cubin: why there is none, for ``describe``.
 
     Raises:
         UnavailableError: no GPU, driver, ``tensorrt`` or ``pycuda``, or one that is too old.
@@ -117,6 +118,7 @@ class TensorRtBackend:
         cuda: Any = None,
         clock: Clock | None = None,
         cubin: bytes | None = None,
+        no_cubin: str = "",
     ) -> None:
         self.model = model
         self._exits = len(model.segments)
@@ -133,18 +135,20 @@ class TensorRtBackend:
         self._progress = 0
         self._dead = False
         self._description = ""
+        self._no_cubin = f" ({no_cubin})" if no_cubin else ""
         self._closing = False
         self._work = Signal()
         self._done = Signal()
         self._start_error: BaseException | None = None
-        arguments = (
+        # In a list, so that the engines' bytes are let go once they are loaded.
+        arguments = [
             trt or _module("tensorrt"),
             cuda or _module("pycuda.driver"),
             model,
             plans,
             cubin,
             options.dla_core,
-        )
+        ]
         self._thread = threading.Thread(
             target=self._main, args=(thread_init, arguments), name="gpu", daemon=True
         )
@@ -333,17 +337,18 @@ class TensorRtBackend:
 
     # What follows runs on the GPU thread.
 
-    def _main(self, thread_init: Callable[[], None] | None, arguments: tuple[Any, ...]) -> None:
+    def _main(self, thread_init: Callable[[], None] | None, arguments: list[Any]) -> None:
         network = None
         try:
             if thread_init is not None:
                 thread_init()
             network = GpuNetwork(*arguments)
             self._frames[0].buffers, self._frames[1].buffers = network.sets
-            self._description = network.describe()
+            self._description = network.describe() + self._no_cubin
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             self._start_error = error.with_traceback(None)
         finally:
+            arguments.clear()
             self._done.give()
         if network is None:
             return
@@ -405,7 +410,7 @@ class TensorRtBackend:
                 try:
                     if not frame.buffers.events[step + 1].query():
                         break
-                    if step != PREPROCESS and frame.fault_position == NO_FAULT:
+                    if step != PREPROCESS and step + 1 < frame.fault_position:
                         network.check_finite(frame.buffers, step)
                 except Exception as error:  # noqa: BLE001 (of any kind: this frame's fault)
                     self._fail(frame, step, error)

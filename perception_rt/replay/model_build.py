@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from perception_rt.core.clock import NS_PER_MS
 from perception_rt.core.config import GpuOptions
-from perception_rt.core.errors import PerceptionRtError, UnavailableError, UsageError
+from perception_rt.core.errors import InputError, PerceptionRtError, UnavailableError, UsageError
 from perception_rt.detector.engine_builder import BuildOptions, builder_name, import_tensorrt
 from perception_rt.detector.engine_cache import Entry
 from perception_rt.detector.engine_set import (
@@ -38,6 +38,7 @@ from perception_rt.detector.ladder import (
     Measured,
     Step,
     climb,
+    count_truths,
     find_all,
     measure,
 )
@@ -244,6 +245,11 @@ def _measure(
         reference = find_all(reference_backend, model, images)
     finally:
         reference_backend.close()
+    if not count_truths(reference):
+        raise InputError(
+            "the network finds nothing in these pictures, so no precision can be judged by them: "
+            "give a recording that shows what it knows as --calibration"
+        )
     sets: dict[str, EngineSet] = {}
 
     def attempt(precision: str) -> Measured:

@@ -35,7 +35,12 @@ from perception_rt.ros.conversions import (
 from perception_rt.ros.middleware import raise_threads, thread_ids
 from perception_rt.ros.program import StopRequest, run_node
 from perception_rt.ros.worker_main import HEARTBEAT_DEPTH, TIMING_DEPTH
-from perception_rt.runtime.realtime import RealtimeSetup
+from perception_rt.runtime.realtime import (
+    RealtimeSetup,
+    choose_watchdog_core,
+    isolated_cores,
+    reachable_cores,
+)
 from perception_rt.safety.e2e import Protector
 from perception_rt.safety.pdu import AGE_UNKNOWN_US, SafetyPdu
 from perception_rt.safety.transports import UdpSender, can_write
@@ -185,13 +190,15 @@ def _take_rights(node: WatchdogNode) -> None:
     values = node.values
     setup = RealtimeSetup(
         RealtimeConfig(
-            enabled=values["realtime.enabled"],
-            required=values["realtime.required"],
-            capture_core=values["realtime.core"],
+            enabled=values["realtime.enabled"], required=values["realtime.required"]
         )
     )
     priority = values["realtime.priority"]
-    setup.apply_to_thread("watchdog", priority, setup.capture_core)
+    core = values["realtime.core"]
+    if core < 0:
+        isolated = isolated_cores() if setup.config.enabled else []
+        core = choose_watchdog_core(reachable_cores(isolated), isolated)
+    setup.apply_to_thread("watchdog", priority, core)
     if setup.config.enabled and priority > 1:
         refused = raise_threads(thread_ids() - {threading.get_native_id()}, priority - 1)
         setup.report.missing += [refused] if refused else []

@@ -87,6 +87,7 @@ class DeadlineLoop:
         # In flight when a frame ended: its segments from .. to, and when the first of them began.
         self._draining = range(0)
         self._previous: tuple[int, int] | None = None  # (segment, start_ns) a frame queued behind
+        self._behind_ns = 0  # expected end of the work that the present frame is queued behind
         self._held: list[FrameBuffer] = []
         self.budget_ns = state.budget_ns
         self.confidence_threshold = state.confidence_threshold
@@ -191,7 +192,8 @@ class DeadlineLoop:
             record.outcome = Outcome.FAILED
             record.exit_head = -1
             record.reason = str(error)[:200]
-            launched = 0
+            # Refused before it began, it has no spans: the backend shows those of another frame.
+            launched = 0 if record.end_ns[Stage.QUEUE] else -1
         if record.end_ns[Stage.QUEUE] == 0:
             record.end_ns[Stage.QUEUE] = self._now()
         self._copy_spans(record, launched)
@@ -239,7 +241,9 @@ class DeadlineLoop:
                 return launched
             finished = self._follow(launched, finished)
             backlog_ns = self._backlog_ns(now) if launched < 0 else 0
-            launched_at_ns = backend.span_ns(finished + 1)[0] if finished < launched else 0
+            launched_at_ns = 0
+            if finished < launched:
+                launched_at_ns = self._begins_ns(finished + 1, now, deadline_ns)
             decision = policy.decide(
                 now,
                 deadline_ns,
@@ -252,6 +256,7 @@ class DeadlineLoop:
             )
             if decision.action == Action.LAUNCH:
                 if decision.segment == 0:
+                    self._behind_ns = now + backlog_ns if backlog_ns else 0
                     self._queue_behind()
                     backend.begin(buffer.image)
                     record.end_ns[Stage.QUEUE] = now
@@ -275,6 +280,15 @@ class DeadlineLoop:
                 if decision.action == Action.PUBLISH:
                     self._answer(record, decision.segment, decision.outcome)
                 return launched
+
+    def _begins_ns(self, k: int, now_ns: int, deadline_ns: int) -> int:
+        """When segment ``k``, launched and not finished, began or will begin, at the latest: while
+        older work runs that is behind it, and unknown once that takes longer than was expected.
+        """
+        start_ns = self._backend.span_ns(k)[0]
+        if self._behind_ns and not self._backend.previous_end_ns():
+            return max(start_ns, self._behind_ns) if now_ns < self._behind_ns else deadline_ns
+        return start_ns
 
     def _follow(self, launched: int, finished: int) -> int:
         """The deepest finished segment by now."""

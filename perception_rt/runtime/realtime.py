@@ -71,8 +71,8 @@ def choose_cores(config: RealtimeConfig, usable: set[int], isolated: list[int]) 
     """The cores of (capture and deadline, inference).
 
     A core that is asked for is taken as it is. Else capture gets the first isolated core, or the
-    last usable one; inference gets the next isolated core, or the first usable one that capture
-    does not have, or the same core where there is only one.
+    last usable one; inference gets the next isolated core, or the last usable one that capture
+    does not have (core 0 handles most interrupts), or the same core where there is only one.
     """
     free = [c for c in isolated if c in usable]
     capture = config.capture_core
@@ -80,9 +80,17 @@ def choose_cores(config: RealtimeConfig, usable: set[int], isolated: list[int]) 
         capture = free[0] if free else max(usable)
     inference = config.inference_core
     if inference < 0:
-        others = [c for c in free if c != capture] or sorted(usable - {capture}) or [capture]
-        inference = others[0]
+        others = [c for c in free if c != capture]
+        inference = others[0] if others else max(usable - {capture}, default=capture)
     return capture, inference
+
+
+def choose_watchdog_core(usable: set[int], isolated: list[int]) -> int:
+    """The core of the watchdog: the last usable one that is not isolated and that the worker does
+    not choose by itself; where there is none, that of the worker's capture thread.
+    """
+    worker = choose_cores(RealtimeConfig(), usable, isolated)
+    return max(usable - {*isolated, *worker}, default=worker[0])
 
 
 @dataclass

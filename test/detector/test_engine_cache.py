@@ -99,16 +99,17 @@ def test_the_nearest_engine_is_the_one_that_is_explained(cache: EngineCache) -> 
 
 def test_a_new_engine_replaces_its_own_gpus_and_leaves_the_others(cache: EngineCache) -> None:
     thor = replace(KEY, gpu="Thor", sm=110)
+    older = replace(KEY, builder="tensorrt 8.6.2")
     other_slot = replace(KEY, slot="net.segment_1.fp16.gpu")
-    for key in (thor, other_slot, KEY):
+    for key in (thor, older, other_slot, KEY):
         put(cache, key)
     new = replace(KEY, source_sha256="b" * 64)
     put(cache, new)
     assert isinstance(cache.load(KEY), str)
-    for key in (thor, other_slot, new):
+    for key in (thor, older, other_slot, new):
         assert isinstance(cache.load(key), Entry)
-    assert len(list(cache.directory.glob("*.plan"))) == 3
-    assert len(list(cache.directory.glob("*.json"))) == 3
+    assert len(list(cache.directory.glob("*.plan"))) == 4
+    assert len(list(cache.directory.glob("*.json"))) == 4
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ def test_auto_takes_the_measured_choice_else_what_is_there(
     assert found.precision == "fp32"
     assert found.note == "fp32: chosen by measurement on this machine"
     assert read_choice(tiny, replace(place, dla_core=0)) == ""  # of another device
+    write_choice(tiny, place, "int8", [])  # whose engines were deleted since
+    found = find_engines(tiny, "auto", place)
+    assert found.precision == "fp16"
+    assert found.note == "fp16: int8 was measured to be best, but its engine is gone"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,11 @@ def test_the_first_precision_must_work() -> None:
         climbed({"fp32": UnavailableError("no GPU")})
 
 
+def test_the_first_precision_is_held_to_the_loss_as_well() -> None:
+    with pytest.raises(BackendError, match=r"at fp32 lose 0\.500 AP against ONNX"):
+        climbed({"fp32": (10, 12, 1.0, 0.5)})
+
+
 def rows(*values: tuple[float, ...]):
     return np.array(values, np.float32).reshape(-1, 6)
 

@@ -145,9 +145,18 @@ def test_an_unknown_precision_is_refused() -> None:
         make_variant(conv_net(), "fp8")
 
 
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named '{name}'")
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("No module named 'onnx'"),
+        AttributeError("module 'numpy' has no attribute 'exceptions'"),  # ml-dtypes, old NumPy
+    ],
+)
+def test_tools_that_do_not_import_are_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def missing(_: str) -> None:
+        raise error
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(UnavailableError, match=r"onnx cannot be imported.*pip install onnx"):

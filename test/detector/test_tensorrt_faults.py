@@ -8,8 +8,9 @@ import time
 
 import numpy as np
 import pytest
+from support import standin_trt
 from support.standin_driver import NOTHING_LEFT
-from support.tiny_frames import SECOND, answer, finish, frame, grey
+from support.tiny_frames import MS, SECOND, answer, finish, frame, grey, wait_for
 
 from perception_rt.core.config import GpuOptions
 from perception_rt.core.errors import BackendError, RealtimeError, UnavailableError
@@ -108,6 +109,43 @@ def test_nan_is_a_fault_of_its_frame_only(make, trt):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", ["cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuEventRecord"])
+def test_nan_is_found_though_a_later_segment_was_refused(make, driver, trt, without_graphs):
+    driver.manual(0)
+    backend = make()
+    driver.duration(0, 40 * MS)
+    trt.raising, trt.refusing = {0}, {1}
+    backend.begin(grey(9))
+    backend.launch(0)
+    backend.launch(1)
+    wait_for(lambda: backend.span_ns(0)[0] and not backend._queue)
+    driver.advance(40 * MS)
+    for _ in range(2):
+        with pytest.raises(BackendError):
+            finish(backend, 0)
+    assert not backend.ready(0)
+
+
+def test_an_address_that_is_refused_leaves_no_mixture_behind(make, monkeypatch, without_graphs):
+    backend = make()
+    frame(backend, 1)
+    set_address = standin_trt.Context.set_tensor_address
+    refused = []
+
+    def refuse_one(self, name, address):
+        last = list(self._engine.tensors)[-1]
+        if self._engine.segment == 1 and name == last and not refused:
+            refused.append(name)
+            return False
+        return set_address(self, name, address)
+
+    monkeypatch.setattr(standin_trt.Context, "set_tensor_address", refuse_one)
+    with pytest.raises(BackendError, match="refused the address of tensor"):
+        frame(backend, 50)
+    assert backend.drain(time.monotonic_ns() + SECOND)
+    for value in (100, 150, 200, 250):
+        np.testing.assert_allclose(frame(backend, value), answer(value, 2), atol=1e-4)
+
+
 def test_a_sticky_error_kills_the_backend_and_a_new_one_can_be_loaded(
     make, driver, trt, cuda, tiny, function
 ):

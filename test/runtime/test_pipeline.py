@@ -118,6 +118,18 @@ class DoubleBuffered(ScriptedBackend):
         return (start, end) if start <= self.clock.now() else (0, 0)
 
 
+class Queueing(DoubleBuffered):
+    """Shows the instant of queueing as the start of what has not started, as on a GPU."""
+
+    def _queue(self, k, duration_ns):
+        self.queued_ns = {**getattr(self, "queued_ns", {}), k: self.clock.now()}
+        super()._queue(k, duration_ns)
+
+    def span_ns(self, k):
+        start, end = super().span_ns(k)
+        return (start, end) if start or k not in self.spans else (self.queued_ns[k], 0)
+
+
 class Postprocess(Postprocessor):
     def __init__(self, clock, took_ns=MS):
         self.clock = clock
@@ -434,6 +446,34 @@ def test_nothing_is_queued_behind_a_segment_that_outlived_its_quantile(rig):
     r.deliver()
     assert r.run()[1:3] == (Outcome.EXPIRED, -1)
     assert len(r.backend.begun) == 1
+
+
+def test_a_frame_that_is_refused_has_no_spans_of_another(rig, monkeypatch):
+    r = rig(PLAIN)
+    r.deliver()
+    r.run()
+    learned = len(r.model._stages[Stage.SEGMENT_0]._ring)
+    r.clock.advance_to(1_200 * MS)
+    r.deliver()
+
+    def refuse(image):
+        raise BackendError("the GPU was lost")
+
+    monkeypatch.setattr(r.backend, "begin", refuse)
+    assert r.run()[1] == Outcome.FAILED
+    assert r.publisher.last["start_ns"][Stage.PREPROCESS] == 0
+    assert len(r.model._stages[Stage.SEGMENT_0]._ring) == learned
+
+
+def test_look_ahead_counts_what_the_frame_is_queued_behind(rig):
+    r = rig([[10 * MS, 20 * MS, 75 * MS], [10 * MS, 20 * MS, 30 * MS]], 70, backend=Queueing)
+    r.model.prior(Stage.SEGMENT_0 + 2, [34 * MS])
+    r.deliver()
+    assert r.run()[1:3] == (Outcome.OVERRUN, 1)
+    r.model.prior(Stage.SEGMENT_0 + 2, [80 * MS])
+    r.deliver()
+    # Its first segment ends at 1_117; a second one behind it would end at 1_137, too late.
+    assert r.run()[1:] == (Outcome.EARLY, 0, 1_119 * MS)
 
 
 durations = st.integers(1, 80).map(lambda ms: ms * MS) | st.just(NEVER)

@@ -18,6 +18,7 @@ from perception_rt.core.errors import RealtimeError
 from perception_rt.runtime.realtime import (
     RealtimeSetup,
     choose_cores,
+    choose_watchdog_core,
     parse_cpu_list,
     reachable_cores,
 )
@@ -43,7 +44,8 @@ def test_cpu_list_refuses_junk(text):
         ({0, 1}, [], (-1, -1), (1, 0)),
         ({0}, [], (-1, -1), (0, 0)),
         ({0, 1, 2, 3}, [2, 3], (-1, -1), (2, 3)),
-        ({0, 1, 2, 3}, [3], (-1, -1), (3, 0)),
+        ({0, 1, 2, 3}, [3], (-1, -1), (3, 2)),
+        (set(range(8)), [], (-1, -1), (7, 6)),
         ({0, 1, 2, 3}, [2, 3], (1, -1), (1, 2)),
         ({0, 1}, [], (0, 0), (0, 0)),
         ({0, 1}, [5], (-1, -1), (1, 0)),
@@ -52,6 +54,23 @@ def test_cpu_list_refuses_junk(text):
 def test_choice_of_cores(usable, isolated, wanted, chosen):
     config = RealtimeConfig(capture_core=wanted[0], inference_core=wanted[1])
     assert choose_cores(config, usable, isolated) == chosen
+
+
+@pytest.mark.parametrize(
+    ("usable", "isolated", "core"),
+    [
+        (set(range(8)), [4, 5], 7),  # worker: 4, 5
+        (set(range(6)), [4, 5], 3),
+        (set(range(8)), [], 5),  # worker: 7, 6
+        (set(range(8)), [5], 6),  # worker: 5, 7
+        ({0, 1, 2, 3}, [1, 2, 3], 0),  # never an isolated one
+        ({0, 1}, [], 1),
+        ({2, 3}, [2, 3], 2),
+        ({0}, [], 0),
+    ],
+)
+def test_choice_of_the_watchdogs_core(usable, isolated, core):
+    assert choose_watchdog_core(usable, isolated) == core
 
 
 def test_isolated_cores_are_reached_though_nobody_is_given_them(monkeypatch):
@@ -68,7 +87,7 @@ def test_isolated_cores_are_reached_though_nobody_is_given_them(monkeypatch):
     monkeypatch.setattr("os.sched_setaffinity", move)
     assert reachable_cores([2, 3]) == {0, 1, 3}
     assert affinity == {0, 1}
-    assert choose_cores(RealtimeConfig(), reachable_cores([2, 3]), [2, 3]) == (3, 0)
+    assert choose_cores(RealtimeConfig(), reachable_cores([2, 3]), [2, 3]) == (3, 1)
 
 
 @given(

@@ -47,16 +47,16 @@ class Publisher(NullPublisher):
 
 
 class Rig:
-    def __init__(self):
+    def __init__(self, slow=SLOW):
         self.clock = ManualClock(1_000 * MS)
         self.state = SharedState.create()
         self.state.budget_ns = 100 * MS
         self.state.max_det = 10
         self.primary = ManualBackend(self.clock, FAST, name=1)
-        self.fallback = ManualBackend(self.clock, SLOW, name=2)
+        self.fallback = ManualBackend(self.clock, slow, name=2)
         self.backend = SwitchingBackend(self.primary, self.fallback, ("gpu", "cpu"))
         self.slot = NewestSlot(5)
-        self.models = [self.model(FAST), self.model(SLOW)]
+        self.models = [self.model(FAST), self.model(slow)]
         self.policies = [ExitPolicy(EXITS, model, wake_margin_ns=MS) for model in self.models]
         self.postprocess = Postprocess()
         self.publisher = Publisher()
@@ -200,3 +200,19 @@ def test_the_heartbeat_s_counter_never_goes_back(rig):
         rig.frame()
         counts.append(rig.state.inference_count)
     assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("first_exit_ms", [60, 150])
+def test_the_primary_is_proved_also_where_the_fallback_fits_no_frame(first_exit_ms):
+    rig = Rig(slow=(first_exit_ms, 200, 300))
+    try:
+        assert rig.frames(3) == [("OK", 2)] * 3
+        rig.primary.fault = "NaN"
+        rig.frames(3)
+        assert rig.state.degraded
+        rig.primary.fault = ""
+        seen = rig.frames(600)
+        assert not rig.state.degraded
+        assert seen[-100:] == [("OK", 2)] * 100
+    finally:
+        rig.state.close()
