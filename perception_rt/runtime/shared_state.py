@@ -17,7 +17,7 @@ from perception_rt.core.frame import Outcome
 
 _WORDS = 128
 _TEXT_BYTES = 8192
-_SIZE = _WORDS * 8 + 2 * _TEXT_BYTES
+_SIZE = _WORDS * 8 + 5 * _TEXT_BYTES
 
 
 class WorkerState(IntEnum):
@@ -130,6 +130,8 @@ class SharedState:
     """The worker's own words of what ended it."""
     report = _Text(41, _WORDS * 8 + _TEXT_BYTES)
     """RealtimeReport of the worker as JSON."""
+    frame_fault = _Text(44, _WORDS * 8 + 4 * _TEXT_BYTES)
+    """Why the newest FAILED frame failed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
