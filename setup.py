@@ -43,8 +43,8 @@ setup(
     entry_points={
         "console_scripts": [
             "perception_rt = perception_rt.cli:main",
-            "detector_node = perception_rt.ros.detector_node:main",
-            "watchdog_node = perception_rt.ros.watchdog_node:main",
+            "detector_node = perception_rt.ros.main:detector_node",
+            "watchdog_node = perception_rt.ros.main:watchdog_node",
             "safety_receiver = perception_rt.safety.receiver:main",
         ],
     },

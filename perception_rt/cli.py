@@ -132,7 +132,10 @@ def up(
         log_level=log_level,
         detector={"loop": True} if loop else {},
     )
-    commands = [Command(spec.name, to_command(spec), spec.required) for spec in describe(options)]
+    specs = describe(options)
+    for name in (name for spec in specs for name in spec.unused):
+        print(f"warning: parameters of {name} fit no node that is started", file=sys.stderr)
+    commands = [Command(spec.name, to_command(spec), spec.required) for spec in specs]
     return Launcher(commands, lambda line: print(line, flush=True)).run()
 
 
@@ -310,15 +313,22 @@ def reset(
         float, typer.Option(help="Seconds for each step.", min=0.1, max=MAX_SECONDS)
     ] = 60.0,
     json_file: JsonOption = None,
-) -> None:
+) -> int:
     """Deactivate and activate the detector: the way out of the watchdog's EXPIRED."""
     _check_writable(json_file)
     _need_ros()
     from perception_rt.ros.lifecycle_client import reset as reset_node
 
-    steps = list(reset_node(node, timeout))
+    try:
+        steps = list(reset_node(node, timeout))
+    except KeyboardInterrupt:
+        return _fail(
+            f"interrupted: {node} goes on with what it was asked for, the permit may come back",
+            EXIT_INTERRUPTED,
+        )
     _finish({"command": "reset", "node": node, "steps": steps}, [], json_file)
     print(f"{node}: {' and '.join(steps)} done", file=sys.stderr)
+    return 0
 
 
 @app.command()

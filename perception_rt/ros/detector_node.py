@@ -67,6 +67,8 @@ class DetectorNode(LifecycleNode):
         self._given_up = ""
         self._source_state = 0
         self._backend_fault = ""
+        self._frame_fault = ""
+        self._alone = True
         self._session_id = secrets.randbits(62) | 1
         self._incompatible: dict[bytes, str] = {}
         self._diagnostics = Diagnostics(self.get_fully_qualified_name())
@@ -272,6 +274,8 @@ class DetectorNode(LifecycleNode):
     def _report(self) -> None:
         if self._keeper is not None:
             self._check_subscribers()
+            self._tell_frame_fault(self._keeper)
+        self._check_name()
         lifecycle = (
             "active"
             if self._active
@@ -289,6 +293,23 @@ class DetectorNode(LifecycleNode):
             self._given_up,
         )
         self._diagnostics_publisher.publish(array)
+
+    def _tell_frame_fault(self, keeper: WorkerKeeper) -> None:
+        fault = keeper.process.state.frame_fault if keeper.process is not None else ""
+        if fault and fault != self._frame_fault:
+            self.get_logger().warning(f"frames fail: {one_line(fault)}")
+        self._frame_fault = fault or self._frame_fault
+
+    def _check_name(self) -> None:
+        """Two detectors of one name answer one watchdog and one reset in turn."""
+        own = (self.get_name(), self.get_namespace())
+        alone = self.get_node_names_and_namespaces().count(own) <= 1
+        if self._alone and not alone:
+            self.get_logger().error(
+                f"another node is called {self.get_fully_qualified_name()}: give one of them"
+                " another namespace or ROS_DOMAIN_ID (one that was just killed lingers for 20 s)"
+            )
+        self._alone = alone
 
     def _check_subscribers(self) -> None:
         """Find subscribers that the middleware silently leaves without data; event callbacks need

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from perception_rt.core.config import SOURCE_KINDS
 from perception_rt.core.errors import UnavailableError, UsageError
+from perception_rt.ros.params_file import read_entries, values_for
 
 PACKAGE = "perception_rt"
 MODEL = "nanodet_g_416_coco80"
@@ -66,6 +67,7 @@ class NodeSpec:
         params_files: parameter files, weakest first.
         parameters: stronger than the files.
         arguments: before the ROS arguments.
+        unused: names in ``params_files`` that fit no node of this graph.
         log_level: of the ROS node.
         ros: takes ROS arguments.
         required: the graph ends when it ends.
@@ -77,6 +79,7 @@ class NodeSpec:
     params_files: Sequence[str] = ()
     parameters: Mapping[str, Value] = field(default_factory=dict)
     arguments: Sequence[str] = ()
+    unused: Sequence[str] = ()
     log_level: str = "info"
     ros: bool = True
     required: bool = True
@@ -109,20 +112,27 @@ def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]
             f"log level '{options.log_level}' is unknown: use one of {', '.join(LOG_LEVELS)}"
         )
     params_file = options.params_file or str((share or share_dir()) / "config" / "perception.yaml")
-    if not Path(params_file).is_file():
+    entries = read_entries(Path(params_file))
+    names = [f"{namespace.rstrip('/')}/{name}" for name in ("detector", "watchdog")]
+    unused = [e.name for e in entries if not any(e.fits(name) for name in names)]
+    if len(unused) == len(entries):
         raise UsageError(
-            f"parameters file {params_file} does not exist: give the path of a .yaml file"
+            f"parameters file {params_file} has nothing for {' or '.join(names)},"
+            f" only for {', '.join(unused)}: correct its names"
         )
     common = {
         "namespace": namespace,
         "params_files": (params_file,),
         "log_level": options.log_level,
     }
+    if options.accept_simulated and not options.use_receiver:
+        raise UsageError("accept_simulated is for the reference receiver: ask for that one too")
     specs = [
         NodeSpec(
             executable="detector_node",
             name="detector",
             parameters={**_detector_parameters(options), **options.detector},
+            unused=tuple(unused),
             **common,  # type: ignore[arg-type]
         )
     ]
@@ -140,7 +150,12 @@ def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]
             raise UsageError(
                 "the receiver hears nothing without the watchdog: use_receiver needs use_watchdog"
             )
-        arguments = ("--accept-simulated",) if options.accept_simulated else ()
+        # The receiver reads no parameters, but must listen where the watchdog sends.
+        link = {**values_for(entries, names[1]), **options.watchdog}
+        arguments = ["--accept-simulated"] if options.accept_simulated else []
+        for parameter, option in (("pdu.port", "--port"), ("pdu.data_id", "--data-id")):
+            if parameter in link:
+                arguments += [option, str(link[parameter])]
         specs.append(
             NodeSpec(
                 executable="safety_receiver",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import rclpy
 from lifecycle_msgs.msg import State, Transition
 from lifecycle_msgs.srv import ChangeState, GetState
 from rclpy.exceptions import InvalidServiceNameException
 from rclpy.node import Node
+from rclpy.signals import SignalHandlerOptions
 
 from perception_rt.core.errors import UnavailableError, UsageError
 
@@ -23,6 +24,7 @@ _STEPS = {
     "inactive": (ACTIVATE,),
     "unconfigured": (CONFIGURE, ACTIVATE),
 }
+_SLICE_S = 0.1
 _PRESENT_S = 10.0
 """How long a node that is running may take to be discovered."""
 
@@ -33,14 +35,16 @@ class LifecycleClient:
     Args:
         node: makes the calls; spun here while an answer is awaited, by nobody else.
         target: fully qualified name of the lifecycle node.
+        check: called while waiting; may raise to give up.
 
     Raises:
         UsageError: ``target`` cannot be a name.
     """
 
-    def __init__(self, node: Node, target: str) -> None:
+    def __init__(self, node: Node, target: str, check: Callable[[], None] = lambda: None) -> None:
         self._node = node
         self._target = target
+        self._check = check
         try:
             if not target:
                 raise ValueError("empty")
@@ -64,6 +68,7 @@ class LifecycleClient:
                     f"no lifecycle node {self._target} within {timeout_s:g} s:"
                     " is it running, under this name and in this ROS_DOMAIN_ID?"
                 )
+            self._check()
             rclpy.spin_once(self._node, timeout_sec=0.05)
 
     def change(self, transition: int, timeout_s: float) -> None:
@@ -74,7 +79,13 @@ class LifecycleClient:
         """
         request = ChangeState.Request()
         request.transition.id = transition
-        answer = self._call(self._change, request, timeout_s)
+        try:
+            answer = self._call(self._change, request, timeout_s)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"{error}; it was asked to {_NAMES[transition]} and may still do so, the permit"
+                " may then come back: a new worker takes its warm-up, give it longer"
+            ) from error
         if not answer.success:
             raise UnavailableError(
                 f"{self._target} refused or failed to {_NAMES[transition]}"
@@ -94,7 +105,11 @@ class LifecycleClient:
         self, client: rclpy.client.Client, request: object, timeout_s: float
     ) -> ChangeState.Response:
         future = client.call_async(request)
-        rclpy.spin_until_future_complete(self._node, future, timeout_sec=timeout_s)
+        end = time.monotonic() + timeout_s
+        while not future.done() and time.monotonic() < end:
+            # In slices: a signal waits for the end of one.
+            self._check()
+            rclpy.spin_until_future_complete(self._node, future, timeout_sec=_SLICE_S)
         if not future.done():
             client.remove_pending_request(future)
             raise UnavailableError(f"{client.srv_name} gave no answer within {timeout_s:g} s")
@@ -117,7 +132,7 @@ def reset(target: str, timeout_s: float = 60.0) -> Sequence[str]:
     Raises:
         UnavailableError: no such node, or it refused.
     """
-    rclpy.init(args=[])
+    rclpy.init(args=[], signal_handler_options=SignalHandlerOptions.NO)
     try:
         node = rclpy.create_node("perception_rt_reset")
         client = LifecycleClient(node, target)

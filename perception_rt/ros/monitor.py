@@ -13,7 +13,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,16 @@ def _timing(data: bytes) -> dict[str, Any]:
     }
 
 
-def _activate(monitor: Monitor, target: str) -> None:
-    client = LifecycleClient(monitor, target)
+class _StoppedError(PerceptionRtError):
+    """Asked to stop while waiting for the detector."""
+
+
+def _activate(monitor: Monitor, target: str, stop: Sequence[int]) -> None:
+    def check() -> None:
+        if stop:
+            raise _StoppedError("stopped")
+
+    client = LifecycleClient(monitor, target, check)
     client.wait(STEP_TIMEOUT_S)
     client.change(CONFIGURE, CONFIGURE_TIMEOUT_S)
     end = time.monotonic() + STEP_TIMEOUT_S
@@ -175,9 +183,11 @@ def main() -> int:
     monitor = Monitor(options.detections, options.timing, options.supervision)
     try:
         if options.activate:
-            _activate(monitor, options.activate)
+            _activate(monitor, options.activate, stop)
         while not stop:
             rclpy.spin_once(monitor, timeout_sec=0.1)
+    except _StoppedError:
+        pass
     except PerceptionRtError as error:
         _say(f"error: {error}")
         return error.exit_code

@@ -279,7 +279,7 @@ class WorkerKeeper:
             self.phase = Phase.GIVEN_UP
             self._log.error(
                 f"{words} (noticed at {now_ns} ns); given up after {MAX_RESTARTS} restarts in "
-                f"{RESTART_WINDOW_NS // NS_PER_S} s: correct the cause, then configure again"
+                f"{RESTART_WINDOW_NS // NS_PER_S} s: correct the cause, then perception_rt reset"
             )
             return
         delay_ns = BACKOFF_NS[min(len(self._recent), len(BACKOFF_NS) - 1)]

@@ -414,6 +414,8 @@ class DeadlineLoop:
         state.last_frame_id = record.frame_id
         if record.outcome.met:
             state.last_met_ns = record.left_ns
+        elif record.outcome == Outcome.FAILED:
+            state.frame_fault = record.reason
         if self._recorder is not None:
             self._recorder.append(record)
         self._publisher.timing(record, state.outcome_totals)

@@ -17,7 +17,7 @@ from perception_rt.core.frame import Outcome
 
 _WORDS = 128
 _TEXT_BYTES = 8192
-_SIZE = _WORDS * 8 + 4 * _TEXT_BYTES
+_SIZE = _WORDS * 8 + 5 * _TEXT_BYTES
 
 
 class WorkerState(IntEnum):
@@ -139,6 +139,8 @@ class SharedState:
     """What was selected, as JSON; see ``selection.Selected.report``."""
     backend_fault = _Text(43, _WORDS * 8 + 3 * _TEXT_BYTES)
     """Why the primary is out, or what the fallback's last rehearsal failed of; empty: nothing."""
+    frame_fault = _Text(44, _WORDS * 8 + 4 * _TEXT_BYTES)
+    """Why the newest FAILED frame failed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -143,13 +143,20 @@ def test_grey_jpeg_becomes_bgr(compressed_cdr):
     assert buffer.image[3, 3].tolist() == [90, 90, 90]
 
 
-def test_jpeg_is_truncated_without_its_end_marker(compressed_cdr):
+def test_a_damaged_jpeg_is_refused_not_shown_in_part(compressed_cdr):
     data = cv2.imencode(".jpg", picture())[1].tobytes()
-    # What follows the end marker does not matter: some cameras pad with zeros.
-    assert decoded(compressed_cdr(data + bytes(64)), decode_compressed_image).error == ""
-    for cut in (len(data) - 2, len(data) // 2):
-        buffer = decoded(compressed_cdr(data[:cut] + bytes(8)), decode_compressed_image)
-        assert "it has no end marker" in buffer.error
+    # What follows the end marker does not matter, nor what stands between it and the last scan:
+    # some cameras pad.
+    for padded in (data + bytes(64), data[:-2] + b"\x12\x34" + data[-2:]):
+        assert decoded(compressed_cdr(padded), decode_compressed_image).error == ""
+    buffer = decoded(compressed_cdr(data[:-2] + bytes(8)), decode_compressed_image)
+    assert buffer.error == f"JPEG of {len(data) + 6} bytes is damaged: Premature end of JPEG file"
+    scan = data.index(b"\xff\xda")
+    for cut in range(scan + 20, len(data) - 2, 50):
+        buffer = decoded(compressed_cdr(data[:cut] + b"\xff\xd9"), decode_compressed_image)
+        assert buffer.error == (
+            f"JPEG of {cut + 2} bytes is damaged: Corrupt JPEG data: premature end of data segment"
+        )
 
 
 def test_end_marker_of_a_thumbnail_is_not_the_end(compressed_cdr):
@@ -159,7 +166,7 @@ def test_end_marker_of_a_thumbnail_is_not_the_end(compressed_cdr):
     whole = data[:2] + exif + data[2:]
     assert decoded(compressed_cdr(whole), decode_compressed_image).image.shape == (48, 64, 3)
     buffer = decoded(compressed_cdr(whole[:-200]), decode_compressed_image)
-    assert "it has no end marker" in buffer.error
+    assert "is damaged: Premature end of JPEG file" in buffer.error
 
 
 @pytest.mark.parametrize(
@@ -237,8 +244,8 @@ def test_whatever_the_decoder_raises_is_an_error_of_the_frame(
     def fail(*_):
         raise fault
 
-    jpeg = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
-    compressed = compressed_cdr(jpeg)
+    png = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
+    compressed = compressed_cdr(png)
     raw = image_cdr(np.zeros((2, 6), np.uint8), 2, "rgb8")
     monkeypatch.setattr(cv2, "imdecode", fail)
     monkeypatch.setattr(cv2, "cvtColor", fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,37 @@ def test_a_bag_and_a_namespace(share: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert detector.log_level == watchdog.log_level == "warn"
 
 
+def test_the_receiver_listens_where_the_watchdog_sends(share: Path, tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text("/front/*: {ros__parameters: {pdu: {port: 16020}}}\n")
+    options = GraphOptions(params_file=str(file), use_receiver=True, namespace="front")
+    assert describe(options, share)[2].arguments == ["--port", "16020"]
+    stronger = dataclasses.replace(options, watchdog={"pdu.port": 0, "pdu.data_id": 7})
+    assert describe(stronger, share)[2].arguments == ["--port", "0", "--data-id", "7"]
+
+
+def test_parameters_of_nobody_are_seen(share: Path, tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    typo = "/**/detectr: {ros__parameters: {deadline_ms: 1.0}}\n"
+    file.write_text(typo)
+    options = GraphOptions(params_file=str(file))
+    message = "has nothing for /detector or /watchdog, only for /[*]{2}/detectr: correct its names"
+    with pytest.raises(UsageError, match=message):
+        describe(options, share)
+    file.write_text(typo + "/detector: {ros__parameters: {deadline_ms: 50.0}}\n")
+    assert [spec.unused for spec in describe(options, share)] == [("/**/detectr",), ()]
+
+
 def test_the_receiver_is_a_plain_program(share: Path) -> None:
     options = GraphOptions(use_receiver=True, accept_simulated=True)
     receiver = describe(options, share)[2]
     assert to_command(receiver, PREFIX) == [
         "/opt/somewhere/lib/perception_rt/safety_receiver",
         "--accept-simulated",
+        "--port",
+        "15020",
+        "--data-id",
+        "1347572737",
     ]
 
 
@@ -104,6 +130,7 @@ def test_a_command_line(share: Path) -> None:
         (GraphOptions(source="bag"), "source bag needs a file"),
         (GraphOptions(source="topic", bag="x.mcap"), "source topic reads no file, but x.mcap"),
         (GraphOptions(deadline_ms="soon"), "deadline_ms must be a number of milliseconds"),
+        (GraphOptions(accept_simulated=True), "accept_simulated is for the reference receiver"),
         (GraphOptions(params_file="none.yaml"), "parameters file none.yaml does not exist"),
         (GraphOptions(log_level="loud"), "log level 'loud' is unknown"),
         (GraphOptions(use_watchdog=False, use_receiver=True), "use_receiver needs use_watchdog"),
