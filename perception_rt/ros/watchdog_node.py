@@ -189,9 +189,7 @@ class WatchdogNode(Node):
 def _take_rights(node: WatchdogNode) -> None:
     values = node.values
     setup = RealtimeSetup(
-        RealtimeConfig(
-            enabled=values["realtime.enabled"], required=values["realtime.required"]
-        )
+        RealtimeConfig(enabled=values["realtime.enabled"], required=values["realtime.required"])
     )
     priority = values["realtime.priority"]
     core = values["realtime.core"]

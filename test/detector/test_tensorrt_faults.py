@@ -107,8 +107,6 @@ def test_nan_is_a_fault_of_its_frame_only(make, trt):
     np.testing.assert_allclose(frame(backend, 77), answer(77, 2), atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("function", ["cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuEventRecord"])
 def test_nan_is_found_though_a_later_segment_was_refused(make, driver, trt, without_graphs):
     driver.manual(0)
     backend = make()
@@ -146,6 +144,8 @@ def test_an_address_that_is_refused_leaves_no_mixture_behind(make, monkeypatch, 
         np.testing.assert_allclose(frame(backend, value), answer(value, 2), atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", ["cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuEventRecord"])
 def test_a_sticky_error_kills_the_backend_and_a_new_one_can_be_loaded(
     make, driver, trt, cuda, tiny, function
 ):
