@@ -93,8 +93,8 @@ def cache_of(options: GpuOptions) -> EngineCache:
     return EngineCache(Path(named).expanduser() if named else default_cache_dir())
 
 
-def load_plans(model: Model, options: GpuOptions, build: bool = False) -> list[bytes]:
-    """Serialised engines for this machine, by segment.
+def load_engines(model: Model, options: GpuOptions, build: bool = False) -> EngineSet:
+    """Engines for this machine.
 
     Args:
         model: the model.
@@ -109,12 +109,12 @@ def load_plans(model: Model, options: GpuOptions, build: bool = False) -> list[b
         probe_gpu(), builder_name(import_tensorrt()), cache_of(options), options.dla_core
     )
     try:
-        return find_engines(model, options.precision, place).plans
+        return find_engines(model, options.precision, place)
     except UnavailableError:
         if not build:
             raise
     build_in_child(model, options)
-    return find_engines(model, options.precision, place).plans
+    return find_engines(model, options.precision, place)
 
 
 def find_engines(model: Model, precision: str, place: Place) -> EngineSet:

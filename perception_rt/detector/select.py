@@ -153,17 +153,20 @@ def _load_onnxruntime(name: str, options: LoadOptions) -> Backend:
 
 
 def _load_tensorrt(options: LoadOptions) -> Backend:
-    from perception_rt.detector.engine_set import cache_of, find_kernel, load_plans
+    from perception_rt.detector.engine_set import cache_of, find_kernel, load_engines
     from perception_rt.detector.gpu_facts import probe_gpu
     from perception_rt.detector.tensorrt_backend import TensorRtBackend
 
     gpu = options.gpu
     try:
-        plans = load_plans(options.model, gpu, gpu.build_on_configure)
+        engines = load_engines(options.model, gpu, gpu.build_on_configure)
+        note = engines.note or engines.precision
         kernel = find_kernel(cache_of(gpu), probe_gpu())
-        cubin, no_cubin = (None, kernel) if isinstance(kernel, str) else (kernel.data, "")
+        cubin = None if isinstance(kernel, str) else kernel.data
+        if isinstance(kernel, str):
+            note += f"; {kernel}"
         return TensorRtBackend(
-            options.model, gpu, plans, options.thread_init, cubin=cubin, no_cubin=no_cubin
+            options.model, gpu, engines.plans, options.thread_init, cubin=cubin, note=note
         )
     except PerceptionRtError:
         raise

@@ -99,7 +99,7 @@ class TensorRtBackend:
         clock: CLOCK_MONOTONIC; spans are stamped with it.
         cubin: the compiled preprocess kernel (``engine_set.find_kernel``); None: preprocess runs
             on the CPU, on the GPU thread.
-        no_cubin: why there is none, for ``describe``.
+        note: what ``describe`` says besides.
 
     Raises:
         UnavailableError: no GPU, driver, ``tensorrt`` or ``pycuda``, or one that is too old.
@@ -118,7 +118,7 @@ class TensorRtBackend:
         cuda: Any = None,
         clock: Clock | None = None,
         cubin: bytes | None = None,
-        no_cubin: str = "",
+        note: str = "",
     ) -> None:
         self.model = model
         self._exits = len(model.segments)
@@ -135,7 +135,7 @@ class TensorRtBackend:
         self._progress = 0
         self._dead = False
         self._description = ""
-        self._no_cubin = f" ({no_cubin})" if no_cubin else ""
+        self._note = f"; {note}" if note else ""
         self._closing = False
         self._work = Signal()
         self._done = Signal()
@@ -344,7 +344,7 @@ class TensorRtBackend:
                 thread_init()
             network = GpuNetwork(*arguments)
             self._frames[0].buffers, self._frames[1].buffers = network.sets
-            self._description = network.describe() + self._no_cubin
+            self._description = network.describe() + self._note
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             self._start_error = error.with_traceback(None)
         finally:

@@ -23,7 +23,7 @@ from perception_rt.detector.engine_set import (
     engine_key,
     find_engines,
     load_kernel,
-    load_plans,
+    load_engines,
     read_choice,
     write_choice,
 )
@@ -204,15 +204,15 @@ def test_plans_are_never_built_unless_asked(
 
     monkeypatch.setattr(engine_set, "build_in_child", child)
     with pytest.raises(UnavailableError, match="or set build_on_configure"):
-        load_plans(tiny, machine)
+        load_engines(tiny, machine)
     assert (asked, builds) == ([], [])
-    plans = load_plans(tiny, machine, build=True)
+    plans = load_engines(tiny, machine, build=True).plans
     assert [onnx.load_model_from_string(plan).graph.name for plan in plans] == [
         "tiny_0",
         "tiny_1",
         "tiny_2",
     ]
-    assert load_plans(tiny, machine, build=True) == plans
+    assert load_engines(tiny, machine, build=True).plans == plans
     assert asked == [machine]
 
 
