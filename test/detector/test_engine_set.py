@@ -22,8 +22,8 @@ from perception_rt.detector.engine_set import (
     build_in_child,
     engine_key,
     find_engines,
-    load_kernel,
     load_engines,
+    load_kernel,
     read_choice,
     write_choice,
 )

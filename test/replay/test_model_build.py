@@ -13,7 +13,7 @@ import pytest
 
 from perception_rt.cli import run
 from perception_rt.core.config import GpuOptions
-from perception_rt.core.errors import BackendError, UnavailableError, UsageError
+from perception_rt.core.errors import BackendError, InputError, UnavailableError, UsageError
 from perception_rt.detector import engine_set
 from perception_rt.detector.engine_cache import EngineCache, Entry
 from perception_rt.detector.engine_set import EngineSet, Place, read_choice
@@ -228,6 +228,9 @@ def test_auto_measures_every_precision_and_keeps_the_choice(
     monkeypatch.setattr(model_build, "calibration_images", lambda path: pictures)
     built = engine_sets(monkeypatch, fails=("int8",))
     request = BuildRequest(GpuOptions(str(tmp_path)), calibration=tmp_path)
+    with pytest.raises(InputError, match="the network finds nothing in these pictures"):
+        build(model, request, quiet, quiet)
+    monkeypatch.setattr(model_build, "count_truths", lambda _reference: 1)
     result = build(model, request, quiet, quiet)
     assert built == ["fp32", "fp16"]
     assert [step["precision"] for step in result["steps"]] == ["fp32", "fp16", "int8"]
