@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # glibc maps and unmaps every allocation above its threshold, and returns free memory at the top of
-# the heap. 32 MiB is the largest threshold that every glibc accepts.
+# the heap. The threshold lies above any image; not far above, as older glibc refuse more.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
