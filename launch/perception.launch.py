@@ -65,6 +65,7 @@ def action(spec: NodeSpec) -> Any:
         parameters=[*spec.params_files, *([dict(spec.parameters)] if spec.parameters else [])],
         arguments=list(spec.arguments),
         ros_arguments=["--log-level", spec.log_level],
+        additional_env=dict(spec.environment),
         **common,
     )
 

@@ -116,8 +116,8 @@ def up(
     log_level: Annotated[str, typer.Option(help="debug, info, warn, error or fatal.")] = "info",
 ) -> int:
     """Start what the launch file starts, without ROS's launch, until Ctrl-C."""
-    from perception_rt.ros.graph import GraphOptions, describe, to_command
-    from perception_rt.ros.launcher import Command, Launcher
+    from perception_rt.ros.graph import GraphOptions, describe
+    from perception_rt.ros.launcher import Launcher, commands
 
     options = GraphOptions(
         source=source or _source_kind(bag),
@@ -135,8 +135,7 @@ def up(
     specs = describe(options)
     for name in (name for spec in specs for name in spec.unused):
         print(f"warning: parameters of {name} fit no node that is started", file=sys.stderr)
-    commands = [Command(spec.name, to_command(spec), spec.required) for spec in specs]
-    return Launcher(commands, lambda line: print(line, flush=True)).run()
+    return Launcher(commands(specs), lambda line: print(line, flush=True)).run()
 
 
 @app.command()

@@ -27,8 +27,8 @@ from perception_rt.core.config import SourceConfig
 from perception_rt.core.errors import InputError, UnavailableError, UsageError
 from perception_rt.replay.bag_frames import bag_frames
 from perception_rt.ros.accounting import PERMIT_CHECK, Evidence, Row, account
-from perception_rt.ros.graph import GraphOptions, describe, to_command
-from perception_rt.ros.launcher import Command, Launcher
+from perception_rt.ros.graph import GraphOptions, describe
+from perception_rt.ros.launcher import Command, Launcher, commands
 from perception_rt.ros.monitor import ACTIVATED, PERMIT
 
 if TYPE_CHECKING:
@@ -236,7 +236,8 @@ def _commands(bag: Path, folder: Path, detector: dict[str, Any]) -> list[Command
             accept_simulated=True,
             detector={**paused, **detector},
             watchdog={"pdu.port": port},
-        )
+        ),
+        environ=_environment(),
     )
     specs = {spec.name: spec for spec in graph}
     written = {
@@ -257,8 +258,7 @@ def _commands(bag: Path, folder: Path, detector: dict[str, Any]) -> list[Command
         "--activate": target,
     }
     monitor = [sys.executable, "-m", "perception_rt.ros.monitor", *_flat(watched)]
-    commands = [Command(spec.name, to_command(spec), spec.required) for spec in specs.values()]
-    return [Command("monitor", monitor), *commands]
+    return [Command("monitor", monitor), *commands(list(specs.values()))]
 
 
 def _flat(options: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ Pure data: nothing here starts anything or imports rclpy.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from perception_rt.core.config import SOURCE_KINDS
 from perception_rt.core.errors import UnavailableError, UsageError
+from perception_rt.ros import dds_settings
 from perception_rt.ros.params_file import read_entries, values_for
 
 PACKAGE = "perception_rt"
@@ -71,6 +73,7 @@ class NodeSpec:
         log_level: of the ROS node.
         ros: takes ROS arguments.
         required: the graph ends when it ends.
+        environment: variables added to those of the user.
     """
 
     executable: str
@@ -83,6 +86,7 @@ class NodeSpec:
     log_level: str = "info"
     ros: bool = True
     required: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def full_name(self) -> str:
@@ -90,12 +94,15 @@ class NodeSpec:
         return f"{self.namespace.rstrip('/')}/{self.name}"
 
 
-def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]:
+def describe(
+    options: GraphOptions, share: Path | None = None, environ: Mapping[str, str] | None = None
+) -> list[NodeSpec]:
     """The processes that ``options`` ask for, in the order in which they are started.
 
     Args:
         options: what the user asks for.
         share: folder with ``config``; None: that of the installed package.
+        environ: the user's environment, which wins over ours; None: that of this process.
 
     Raises:
         UsageError: options that contradict each other or cannot be used.
@@ -111,7 +118,8 @@ def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]
         raise UsageError(
             f"log level '{options.log_level}' is unknown: use one of {', '.join(LOG_LEVELS)}"
         )
-    params_file = options.params_file or str((share or share_dir()) / "config" / "perception.yaml")
+    share = share or share_dir()
+    params_file = options.params_file or str(share / "config" / "perception.yaml")
     entries = read_entries(Path(params_file))
     names = [f"{namespace.rstrip('/')}/{name}" for name in ("detector", "watchdog")]
     unused = [e.name for e in entries if not any(e.fits(name) for name in names)]
@@ -124,6 +132,7 @@ def describe(options: GraphOptions, share: Path | None = None) -> list[NodeSpec]
         "namespace": namespace,
         "params_files": (params_file,),
         "log_level": options.log_level,
+        "environment": dds_settings.environment(share, os.environ if environ is None else environ),
     }
     if options.accept_simulated and not options.use_receiver:
         raise UsageError("accept_simulated is for the reference receiver: ask for that one too")

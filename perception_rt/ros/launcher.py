@@ -14,9 +14,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perception_rt.core.errors import UnavailableError
+from perception_rt.ros.graph import NodeSpec, to_command
 
 POLL_S = 0.2
 NOTICE_S = 0.5
@@ -37,11 +38,24 @@ class Command:
         name: shown before each of its lines.
         argv: program and arguments.
         required: the whole graph ends when it ends.
+        environment: variables added to those of the launcher.
     """
 
     name: str
     argv: Sequence[str]
     required: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def commands(specs: Sequence[NodeSpec]) -> list[Command]:
+    """How the processes of ``specs`` are started.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+    return [
+        Command(spec.name, to_command(spec), spec.required, spec.environment) for spec in specs
+    ]
 
 
 @dataclass
@@ -91,7 +105,7 @@ class Launcher:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=self._environment,
+                    env={**self._environment, **command.environment},
                     start_new_session=True,
                     preexec_fn=_in_child,  # noqa: PLW1509  two system calls, no lock
                 )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perception_rt.core.errors import UsageError
+from perception_rt.ros import dds_settings
 from perception_rt.ros.graph import GraphOptions, NodeSpec, Value, describe, to_command
 
 PREFIX = Path("/opt/somewhere")
@@ -22,10 +23,11 @@ def share(repository: Path) -> Path:
 
 
 def test_the_default_graph(share: Path) -> None:
-    detector, watchdog = describe(GraphOptions(), share)
+    detector, watchdog = describe(GraphOptions(), share, {})
     params = str(share / "config" / "perception.yaml")
-    assert detector == NodeSpec("detector_node", "detector", "/", (params,))
-    assert watchdog == NodeSpec("watchdog_node", "watchdog", "/", (params,))
+    added = dds_settings.environment(share, {})
+    assert detector == NodeSpec("detector_node", "detector", "/", (params,), environment=added)
+    assert watchdog == NodeSpec("watchdog_node", "watchdog", "/", (params,), environment=added)
 
 
 def test_a_bag_and_a_namespace(share: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,8 @@ def test_launch_starts_what_up_starts(
         if isinstance(action, ExecuteProcess):
             assert action.kwargs["cmd"] == to_command(spec)
             continue
+        assert action.kwargs["additional_env"] == spec.environment
+        assert spec.environment["MALLOC_TOP_PAD_"] == "67108864"
         words = action.command(Path("/opt/x"))
         flat = [w if isinstance(w, str) else f"{w[0]}:={_yaml(w[1])}" for w in words]
         assert flat == to_command(spec)
