@@ -13,7 +13,12 @@ from math import ceil
 
 from perception_rt.core.errors import UsageError
 from perception_rt.core.frame import MAX_SEGMENTS, STAGE_COUNT, Stage, stage_name
+from perception_rt.core.tail import MIN_EXCEEDANCES, pareto_quantile
 
+TAIL_SHARE = 0.2
+"""Share of the window that a tail is fitted to: 51 of 256."""
+REFIT_EVERY = 16
+"""Durations between two fits of the tail."""
 RELAX_AFTER = 8
 """Refusals of a deeper segment in a row after which its largest duration is forgotten."""
 RELAX_AFTER_FIRST = 2
@@ -28,6 +33,10 @@ class RollingQuantile:
     above n: the smallest one whose expected rank reaches ``quantile`` (Weibull plotting position).
     So it grows within one or two slow runs and shrinks only when the slow run has left the window.
 
+    Where the window is too short for the quantile (that number is above n) and holds 50
+    exceedances of its upper fifth, ``value`` is the larger of the largest duration and the
+    quantile of a generalised-Pareto tail (``tail``), refitted every 16 durations.
+
     ``add`` costs two binary searches and two moves inside a list of at most ``window`` entries,
     which is never reallocated once full: about 1 us at 256.
 
@@ -40,7 +49,16 @@ class RollingQuantile:
         UsageError: no prior, or ``quantile`` or ``window`` out of range.
     """
 
-    __slots__ = ("_next", "_quantile", "_rank", "_ring", "_sorted", "_window")
+    __slots__ = (
+        "_next",
+        "_quantile",
+        "_rank",
+        "_ring",
+        "_since_fit",
+        "_sorted",
+        "_tail_ns",
+        "_window",
+    )
 
     def __init__(self, prior: Sequence[int], quantile: float, window: int) -> None:
         if not 0.0 < quantile < 1.0:
@@ -58,6 +76,16 @@ class RollingQuantile:
         self._sorted = sorted(kept)
         self._next = 0  # the oldest entry, once the ring is full
         self._rank = self._rank_of(len(kept))
+        self._tail_ns = self._since_fit = 0
+        self._fit()
+
+    def _fit(self) -> None:
+        self._since_fit = 0
+        n = len(self._sorted)
+        exceedances = int(TAIL_SHARE * n)
+        self._tail_ns = 0
+        if exceedances >= MIN_EXCEEDANCES and self._quantile * (n + 1) > n:
+            self._tail_ns = ceil(pareto_quantile(self._sorted, n - exceedances, self._quantile))
 
     def _rank_of(self, n: int) -> int:
         # The small term keeps 0.99 * 100 from becoming 100 when the product is rounded upwards.
@@ -74,10 +102,13 @@ class RollingQuantile:
             self._ring[i] = ns
             self._next = i + 1 if i + 1 < self._window else 0
         insort(self._sorted, ns)
+        self._since_fit += 1
+        if self._since_fit >= REFIT_EVERY:
+            self._fit()
 
     def value(self) -> int:
         """The quantile in nanoseconds."""
-        return self._sorted[self._rank]
+        return max(self._sorted[self._rank], self._tail_ns)
 
     def relax(self) -> None:
         """Forget the largest duration (it becomes the median), unless the quantile is typical
@@ -89,6 +120,7 @@ class RollingQuantile:
         largest = self._sorted.pop()
         self._ring[self._ring.index(largest)] = median
         insort(self._sorted, median)
+        self._fit()
 
 
 class LatencyModel:
