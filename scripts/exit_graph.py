@@ -1,15 +1,16 @@
-"""The NanoDet-g graph: where it is cut, the early heads, the decode, and how images enter.
+"""The early-exit network, written once: NanoDet-g's trunk, where it is cut, and the exit heads.
 
-Every exit writes `detections`, float32 [1, 3549, 84]: left, top, right, bottom in input pixels
-(not clipped to the image), then 80 scores after sigmoid. Rows run over strides 8, 16, 32, each
-grid row by row; the anchor of cell (x, y) is ((x + 0.5) * stride, (y + 0.5) * stride). A side is
-the expectation over 11 bins times the stride (Generalized Focal Loss, arXiv:2006.04388).
+`segment` states the topology over a small set of operations (`Ops`); training implements them with
+PyTorch, `Graph` here with ONNX nodes. Every exit writes `detections`, float32 [1, A, 4 + 8]: left,
+top, right, bottom in input pixels (not clipped to the image), then the scores of LABELS after
+sigmoid. Rows run over strides 8, 16, 32, each grid row by row; the anchor of cell (x, y) is
+((x + 0.5) * stride, (y + 0.5) * stride). A side is the expectation over 11 bins times the stride
+(Generalized Focal Loss, arXiv:2006.04388).
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,116 +23,233 @@ from onnx import TensorProto, helper, numpy_helper
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
+Weights = dict[str, F32]
 
-SIZE = 416
+HEIGHT, WIDTH = 320, 544
 MEAN = (103.53, 116.28, 123.675)
 STD = (57.375, 57.12, 58.395)
 PAD_VALUE = 114
 STRIDES = (8, 16, 32)
-GRIDS = tuple(SIZE // s for s in STRIDES)
-ANCHORS = sum(g * g for g in GRIDS)
 BINS = 11
-CLASSES = 80
-# person, bicycle, car, motorcycle, bus, truck, traffic light, stop sign
-TRAINED = (0, 1, 2, 3, 5, 7, 9, 11)
-VEHICLES = (2, 5, 7)
+LABELS = (
+    "person",
+    "bicycle",
+    "car",
+    "motorcycle",
+    "bus",
+    "truck",
+    "traffic light",
+    "stop sign",
+)
+CLASSES = len(LABELS)
+COCO_ROWS = (0, 1, 2, 3, 5, 7, 9, 11)  # of LABELS among COCO's 80
+COCO_CLASSES = 80
+OUTPUTS = CLASSES + 4 * BINS
 OPSET = 13
 
-# tensors of the source graph (after folding)
-PREFIX = "PartitionedCall/onnx_tf_prefix_"
-RENAME = {
-    "input_1:0": "image",
-    PREFIX + "Concat_27:0": "features_s8",
-    PREFIX + "Concat_42:0": "features_s16",
-    PREFIX + "LeakyRelu_44:0": "features_s32a",
-    PREFIX + "LeakyRelu_46:0": "features_s32b",
-}
-SOURCE_MAPS = ("Conv__176:0", "Conv__178:0", "Conv__180:0")
+EXITS = 4
+# What each segment hands on: name, channels, stride.
 FEATURES = {
-    "features_s8": (1, 128, 52, 52),
-    "features_s16": (1, 256, 26, 26),
-    "features_s32a": (1, 256, 13, 13),
-    "features_s32b": (1, 128, 13, 13),
+    "features_s8a": (64, 8),
+    "features_s8": (128, 8),
+    "features_s16a": (128, 16),
+    "features_s16b": (128, 16),
+    "features_s16": (256, 16),
+    "features_s32a": (256, 32),
+    "features_s32b": (256, 32),
 }
-SEGMENT_INPUTS = (("image",), ("features_s8",), tuple(FEATURES))
-SEGMENT_FEATURES = (("features_s8",), ("features_s16", "features_s32a", "features_s32b"), ())
+SEGMENT_INPUTS = (
+    ("image",),
+    ("features_s8a",),
+    ("features_s8", "features_s16a", "features_s16b"),
+    ("features_s8", "features_s16", "features_s32a", "features_s32b"),
+)
+SEGMENT_FEATURES = (
+    ("features_s8a",),
+    ("features_s8", "features_s16a", "features_s16b"),
+    ("features_s16", "features_s32a", "features_s32b"),
+    (),
+)
 
 T = TypeVar("T")
 
 
-class HeadOps(Protocol[T]):
-    """What the head topology needs; implemented with ONNX nodes here, with PyTorch in training."""
+class Ops(Protocol[T]):
+    """What the topology needs. Convolutions pad by k // 2."""
 
     def conv(
-        self, x: T, name: str, cin: int, cout: int, k: int, stride: int, groups: int, act: bool
+        self, x: T, name: str, cin: int, cout: int, k: int, stride: int, groups: int, act: str
     ) -> T: ...
 
-    def up(self, x: T) -> T: ...
+    def max_pool(self, x: T) -> T: ...
+
+    def concat(self, a: T, b: T) -> T: ...
 
     def add(self, a: T, b: T) -> T: ...
 
+    def nearest_up(self, x: T) -> T: ...
 
-def early_head(ops: HeadOps[T], exit_index: int, f: dict[str, T]) -> tuple[T, T, T]:
-    """The neck and head of exit 0 (from features_s8 only) and exit 1 (from all of FEATURES).
+    def linear(self, x: T, scale: float) -> T: ...
 
-    Returns one map [1, len(TRAINED) + 4 * BINS, g, g] per stride 8, 16, 32.
-    """
 
-    def dw(x: T, name: str, cin: int, cout: int, k: int = 3, stride: int = 1) -> T:
-        x = ops.conv(x, name + ".dw", cin, cin, k, stride, cin, False)
-        return ops.conv(x, name + ".pw", cin, cout, 1, 1, 1, True)
+def _source(ops: Ops[T], x: T, i: int, cin: int, cout: int, stride: int = 1) -> T:
+    """Convolution i of the source network, 3x3 with its leaky ReLU."""
+    return ops.conv(x, f"conv{i}", cin, cout, 3, stride, 1, "leaky")
+
+
+def _pairs(ops: Ops[T], x: T, first: int, c: int, depth: int) -> T:
+    """`depth` pairs of a source block of c channels; convolutions are numbered from `first`."""
+    y = x
+    for d in range(depth):
+        a = _source(ops, y, first + 2 * d, c, c // 2)
+        b = _source(ops, a, first + 2 * d + 1, c // 2, c // 2)
+        y = ops.concat(b, a)
+    return y
+
+
+def _close(ops: Ops[T], x: T, y: T, i: int, c: int) -> T:
+    """The end of a source block: convolution i over the pairs' y, beside the block's input x."""
+    return ops.concat(_source(ops, y, i, c, c), x)
+
+
+def _trunk(ops: Ops[T], k: int, f: dict[str, T]) -> dict[str, T]:
+    """The features that segment k adds."""
+    if k == 0:
+        x = ops.max_pool(_source(ops, f["image"], 0, 3, 32, 2))
+        x = _source(ops, x, 1, 32, 32)
+        x = _close(ops, x, _pairs(ops, x, 2, 32, 1), 4, 32)
+        return {"features_s8a": _source(ops, x, 5, 64, 64, 2)}
+    if k == 1:
+        x = f["features_s8a"]
+        s8 = _close(ops, x, _pairs(ops, x, 6, 64, 2), 10, 64)
+        x = _source(ops, s8, 11, 128, 128, 2)
+        y = _pairs(ops, x, 12, 128, 2)
+        return {"features_s8": s8, "features_s16a": x, "features_s16b": y}
+    if k == 2:
+        s16 = _close(ops, f["features_s16a"], f["features_s16b"], 16, 128)
+        x = _source(ops, s16, 17, 256, 256, 2)
+        y = _pairs(ops, x, 18, 256, 3)
+        return {"features_s16": s16, "features_s32a": x, "features_s32b": y}
+    return {}
+
+
+def _early_head(ops: Ops[T], k: int, f: dict[str, T]) -> tuple[T, T, T]:
+    """Neck and head of exit k < 3; they reach stride 32 whatever the trunk has so far."""
+
+    def conv(x: T, name: str, cin: int, cout: int, n: int = 1, stride: int = 1) -> T:
+        return ops.conv(x, f"exit{k}.{name}", cin, cout, n, stride, 1, "relu")
+
+    def dw(x: T, name: str, cin: int, cout: int, n: int = 3, stride: int = 1) -> T:
+        x = ops.conv(x, f"exit{k}.{name}.dw", cin, cin, n, stride, cin, "none")
+        return conv(x, name + ".pw", cin, cout)
 
     def res(x: T, name: str, c: int) -> T:
-        return ops.add(x, dw(x, name, c, c, k=5))
+        return ops.add(x, dw(x, name, c, c, n=5))
 
-    p8 = ops.conv(f["features_s8"], "lat8", 128, 64, 1, 1, 1, True)
-    if exit_index == 0:
-        p16 = dw(f["features_s8"], "down16", 128, 96, stride=2)
-        p16 = res(res(p16, "s16a", 96), "s16b", 96)
-        p32 = dw(p16, "down32", 96, 128, stride=2)
+    c8, c16, c32 = ((40, 80, 96), (48, 80, 96), (48, 80, 96))[k]
+    if k == 0:
+        p8 = conv(f["features_s8a"], "lat8", 64, c8)
+        p16 = conv(f["features_s8a"], "down16", 64, c16, 3, 2)
+        p16 = conv(p16, "s16a", c16, c16, 3)
     else:
-        p16 = ops.conv(f["features_s16"], "lat16", 256, 96, 1, 1, 1, True)
-        p32 = ops.add(
-            ops.conv(f["features_s32a"], "lat32a", 256, 128, 1, 1, 1, True),
-            ops.conv(f["features_s32b"], "lat32b", 128, 128, 1, 1, 1, True),
-        )
-    p32 = res(res(p32, "s32a", 128), "s32b", 128)
-    p16 = res(ops.add(p16, ops.up(ops.conv(p32, "top16", 128, 96, 1, 1, 1, True))), "s16c", 96)
-    p8 = res(ops.add(p8, ops.up(ops.conv(p16, "top8", 96, 64, 1, 1, 1, True))), "s8a", 64)
+        p8 = conv(f["features_s8"], "lat8", 128, c8)
+        s16 = ops.concat(f["features_s16a"], f["features_s16b"]) if k == 1 else f["features_s16"]
+        p16 = conv(s16, "lat16", 256, c16)
+    if k == 2:
+        both = ops.concat(f["features_s32a"], f["features_s32b"])
+        p32 = conv(both, "lat32", 512, c32)
+    else:
+        p32 = res(dw(p16, "down32", c16, c32, stride=2), "s32a", c32)
+    p32 = res(p32, "s32b", c32)
+    p16 = ops.add(p16, ops.nearest_up(conv(p32, "top16", c32, c16)))
+    p16 = res(p16, "s16b", c16)
+    p8 = ops.add(p8, ops.nearest_up(conv(p16, "top8", c16, c8)))
+    p8 = res(p8, "s8a", c8)
     maps = []
-    for stride, x, c in zip(STRIDES, (p8, p16, p32), (64, 96, 128)):
+    for stride, x, c in zip(STRIDES, (p8, p16, p32), (c8, c16, c32)):
         x = dw(x, f"head{stride}", c, c)
-        maps.append(ops.conv(x, f"out{stride}", c, len(TRAINED) + 4 * BINS, 1, 1, 1, False))
+        maps.append(ops.conv(x, f"exit{k}.out{stride}", c, OUTPUTS, 1, 1, 1, "none"))
     return maps[0], maps[1], maps[2]
+
+
+def _deepest_head(ops: Ops[T], f: dict[str, T]) -> tuple[T, T, T]:
+    """The source's own neck and heads, cut to our classes."""
+    p8 = ops.conv(f["features_s8"], "conv25", 128, 128, 1, 1, 1, "none")
+    p16 = ops.conv(f["features_s16"], "conv26", 256, 128, 1, 1, 1, "none")
+    s32 = _close(ops, f["features_s32a"], f["features_s32b"], 24, 256)
+    p32 = ops.conv(s32, "conv27", 512, 128, 1, 1, 1, "none")
+    p16 = ops.add(p16, ops.linear(p32, 2.0))
+    p8 = ops.add(p8, ops.linear(p16, 2.0))
+    p16 = ops.add(p16, ops.linear(p8, 0.5))
+    p32 = ops.add(p32, ops.linear(p16, 0.5))
+    maps = []
+    for i, x in zip((28, 30, 32), (p8, p16, p32)):
+        x = _source(ops, x, i, 128, 128)
+        maps.append(ops.conv(x, f"conv{i + 1}", 128, OUTPUTS, 1, 1, 1, "none"))
+    return maps[0], maps[1], maps[2]
+
+
+def segment(
+    ops: Ops[T], k: int, f: dict[str, T], head: bool = True
+) -> tuple[dict[str, T], tuple[T, T, T] | None]:
+    """Segment k on what the ones before handed on: new features, and the maps of its exit.
+
+    A map is [1, OUTPUTS, h, w] for strides 8, 16, 32; without `head` an early exit has none.
+    """
+    new = _trunk(ops, k, f)
+    if k == EXITS - 1:
+        return new, _deepest_head(ops, f)
+    return new, _early_head(ops, k, {**f, **new}) if head else None
+
+
+def grids(height: int = HEIGHT, width: int = WIDTH) -> list[tuple[int, int]]:
+    """Rows and columns of each stride's grid."""
+    return [(height // s, width // s) for s in STRIDES]
+
+
+def anchor_count(height: int = HEIGHT, width: int = WIDTH) -> int:
+    return sum(h * w for h, w in grids(height, width))
+
+
+def anchor_points(height: int = HEIGHT, width: int = WIDTH) -> tuple[F32, F32]:
+    """Anchor centres [1, 2, A] in input pixels and strides [1, 1, A]."""
+    centres, strides = [], []
+    for (h, w), s in zip(grids(height, width), STRIDES):
+        yy, xx = np.divmod(np.arange(h * w), w)
+        centres.append(np.stack([(xx + 0.5) * s, (yy + 0.5) * s]))
+        strides.append(np.full(h * w, s))
+    return (
+        np.concatenate(centres, 1)[None].astype(np.float32),
+        np.concatenate(strides)[None, None].astype(np.float32),
+    )
 
 
 class Graph:
     """Collects ONNX nodes and initialisers; weights come from a dict of folded convolutions."""
 
-    def __init__(self, prefix: str, weights: dict[str, F32] | None = None) -> None:
-        self.prefix = prefix
-        self.weights = weights or {}
+    def __init__(self, weights: Weights, height: int = HEIGHT, width: int = WIDTH) -> None:
+        self.weights = weights
+        self.height, self.width = height, width
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
 
     def const(self, name: str, value: npt.NDArray[Any]) -> str:
-        self.initializers[self.prefix + name] = numpy_helper.from_array(value, self.prefix + name)
-        return self.prefix + name
+        self.initializers[name] = numpy_helper.from_array(value, name)
+        return name
 
     def op(
         self, kind: str, inputs: list[str], out: str, n_out: int = 1, **attrs: Any
     ) -> list[str]:
-        names = [f"{self.prefix}{out}" + (f".{i}" if n_out > 1 else "") for i in range(n_out)]
-        node = helper.make_node(kind, inputs, names, name=self.prefix + out, **attrs)
-        self.nodes.append(node)
+        names = [out + (f".{i}" if n_out > 1 else "") for i in range(n_out)]
+        self.nodes.append(helper.make_node(kind, inputs, names, name=out, **attrs))
         return names
 
     def conv(
-        self, x: str, name: str, cin: int, cout: int, k: int, stride: int, groups: int, act: bool
+        self, x: str, name: str, cin: int, cout: int, k: int, stride: int, groups: int, act: str
     ) -> str:
         weight, bias = self.weights[name + ".weight"], self.weights[name + ".bias"]
         if weight.shape != (cout, cin // groups, k, k) or bias.shape != (cout,):
-            raise SystemExit(f"heads file: layer {name} has the wrong shape {weight.shape}")
+            raise SystemExit(f"weights file: layer {name} has the wrong shape {weight.shape}")
         inputs = [x, self.const(name + ".w", weight), self.const(name + ".b", bias)]
         (y,) = self.op(
             "Conv",
@@ -142,207 +260,178 @@ class Graph:
             pads=[k // 2] * 4,
             group=groups,
         )
-        return self.op("Relu", [y], name + ".relu")[0] if act else y
+        if act == "leaky":
+            return self.op("LeakyRelu", [y], name + ".act", alpha=0.1)[0]
+        return self.op("Relu", [y], name + ".act")[0] if act == "relu" else y
 
-    def up(self, x: str) -> str:
-        scales = self.const("scales2", np.array([1, 1, 2, 2], np.float32))
-        return self.op(
-            "Resize",
-            [x, "", scales],
-            f"up{len(self.nodes)}",
-            mode="nearest",
-            coordinate_transformation_mode="asymmetric",
-            nearest_mode="floor",
-        )[0]
+    def max_pool(self, x: str) -> str:
+        sizes = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+        return self.op("MaxPool", [x], f"pool{len(self.nodes)}", **sizes)[0]
+
+    def concat(self, a: str, b: str) -> str:
+        return self.op("Concat", [a, b], f"concat{len(self.nodes)}", axis=1)[0]
 
     def add(self, a: str, b: str) -> str:
         return self.op("Add", [a, b], f"add{len(self.nodes)}")[0]
 
+    def nearest_up(self, x: str) -> str:
+        return self._resize(x, 2.0, "nearest", "asymmetric")
 
-def anchor_points() -> tuple[F32, F32]:
-    """Anchor centres [1, 2, A] in input pixels and strides [1, 1, A]."""
-    centres, strides = [], []
-    for g, s in zip(GRIDS, STRIDES):
-        yy, xx = np.divmod(np.arange(g * g), g)
-        centres.append(np.stack([(xx + 0.5) * s, (yy + 0.5) * s]))
-        strides.append(np.full(g * g, s))
-    return (
-        np.concatenate(centres, 1)[None].astype(np.float32),
-        np.concatenate(strides)[None, None].astype(np.float32),
-    )
+    def linear(self, x: str, scale: float) -> str:
+        return self._resize(x, scale, "linear", "half_pixel")
 
+    def _resize(self, x: str, scale: float, mode: str, transform: str) -> str:
+        scales = self.const(f"scales{scale}", np.array([1, 1, scale, scale], np.float32))
+        return self.op(
+            "Resize",
+            [x, "", scales],
+            f"resize{len(self.nodes)}",
+            mode=mode,
+            coordinate_transformation_mode=transform,
+            nearest_mode="floor",
+        )[0]
 
-def add_decode(g: Graph, maps: list[str], classes: tuple[int, ...]) -> None:
-    """Append the decode of raw maps [1, C + 44, g, g] to `detections` [1, A, 84]."""
-    c = len(classes)
-    flat = []
-    for grid, stride, x in zip(GRIDS, STRIDES, maps):
-        shape = g.const(f"flat{stride}", np.array([1, c + 4 * BINS, grid * grid], np.int64))
-        flat += g.op("Reshape", [x, shape], f"decode.flat{stride}")
-    (raw,) = g.op("Concat", flat, "decode.raw", axis=2)
-    split = g.const("split", np.array([c, 4 * BINS], np.int64))
-    logits, sides = g.op("Split", [raw, split], "decode.split", n_out=2, axis=1)
-    (scores,) = g.op("Sigmoid", [logits], "decode.sigmoid")
-    if c != CLASSES:  # untrained classes read a row of zeros
-        rows = np.full(CLASSES, c, np.int64)
-        rows[list(classes)] = np.arange(c)
-        zero = g.const("zero_row", np.zeros((1, 1, ANCHORS), np.float32))
-        (padded,) = g.op("Concat", [scores, zero], "decode.padded", axis=1)
-        (scores,) = g.op("Gather", [padded, g.const("rows", rows)], "decode.classes", axis=1)
-    shape = g.const("bins", np.array([1, 4, BINS, ANCHORS], np.int64))
-    (bins,) = g.op("Reshape", [sides, shape], "decode.bins")
-    (prob,) = g.op("Softmax", [bins], "decode.softmax", axis=2)
-    steps = g.const("steps", np.arange(BINS, dtype=np.float32).reshape(1, 1, BINS, 1))
-    (weighted,) = g.op("Mul", [prob, steps], "decode.weighted")
-    axes = g.const("axes", np.array([2], np.int64))
-    (dist,) = g.op("ReduceSum", [weighted, axes], "decode.distance", keepdims=0)
-    centres, strides = anchor_points()
-    sign = np.array([-1, -1, 1, 1], np.float32).reshape(1, 4, 1)
-    (offset,) = g.op("Mul", [dist, g.const("signed_strides", sign * strides)], "decode.offset")
-    centre4 = g.const("centres", np.concatenate([centres, centres], 1))
-    (boxes,) = g.op("Add", [offset, centre4], "decode.boxes")
-    (both,) = g.op("Concat", [boxes, scores], "decode.both", axis=1)
-    g.op("Transpose", [both], "detections", perm=[0, 2, 1])
-    g.nodes[-1].output[0] = "detections"
+    def decode(self, maps: Sequence[str]) -> None:
+        """Append the decode of the raw maps to `detections` [1, A, 4 + CLASSES]."""
+        flat = []
+        for (h, w), stride, x in zip(grids(self.height, self.width), STRIDES, maps):
+            shape = self.const(f"flat{stride}", np.array([1, OUTPUTS, h * w], np.int64))
+            flat += self.op("Reshape", [x, shape], f"decode.flat{stride}")
+        (raw,) = self.op("Concat", flat, "decode.raw", axis=2)
+        split = self.const("split", np.array([CLASSES, 4 * BINS], np.int64))
+        logits, sides = self.op("Split", [raw, split], "decode.split", n_out=2, axis=1)
+        (scores,) = self.op("Sigmoid", [logits], "decode.sigmoid")
+        anchors = anchor_count(self.height, self.width)
+        # softmax over 11 bins and its expectation, as two sums: a third of Softmax's time
+        shape = self.const("bins", np.array([4, BINS, anchors], np.int64))
+        (bins,) = self.op("Reshape", [sides, shape], "decode.bins")
+        (peak,) = self.op("ReduceMax", [bins], "decode.peak", axes=[1], keepdims=1)
+        (shifted,) = self.op("Sub", [bins, peak], "decode.shifted")
+        (power,) = self.op("Exp", [shifted], "decode.exp")
+        steps = self.const("steps", np.stack([np.arange(BINS), np.ones(BINS)]).astype(np.float32))
+        (sums,) = self.op("MatMul", [steps, power], "decode.sums")
+        halves = self.const("halves", np.array([1, 1], np.int64))
+        first, total = self.op("Split", [sums, halves], "decode.halves", n_out=2, axis=1)
+        (mean,) = self.op("Div", [first, total], "decode.mean")
+        shape = self.const("sides", np.array([1, 4, anchors], np.int64))
+        (dist,) = self.op("Reshape", [mean, shape], "decode.distance")
+        centres, strides = anchor_points(self.height, self.width)
+        sign = np.array([-1, -1, 1, 1], np.float32).reshape(1, 4, 1)
+        signed = self.const("signed_strides", sign * strides)
+        (offset,) = self.op("Mul", [dist, signed], "decode.offset")
+        centre4 = self.const("centres", np.concatenate([centres, centres], 1))
+        (boxes,) = self.op("Add", [offset, centre4], "decode.boxes")
+        (both,) = self.op("Concat", [boxes, scores], "decode.both", axis=1)
+        self.op("Transpose", [both], "detections", perm=[0, 2, 1])
 
+    def model(
+        self, name: str, inputs: Sequence[str], outputs: Sequence[str], rename: dict[str, str]
+    ) -> onnx.ModelProto:
+        """The collected graph as a checked model; `rename` maps tensors to their public names."""
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                for i, tensor in enumerate(names):
+                    names[i] = rename.get(tensor, tensor)
+        graph = helper.make_graph(
+            self.nodes,
+            name,
+            [self._info(t) for t in inputs],
+            [self._info(t) for t in outputs],
+            list(self.initializers.values()),
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
+        model.ir_version, model.producer_name = 8, "perception_rt export_segments"
+        onnx.checker.check_model(model, full_check=True)
+        return model
 
-def load_source(path: Path) -> onnx.ModelProto:
-    """The source network with constants and padding folded and the cut tensors renamed."""
-    with tempfile.TemporaryDirectory() as tmp:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        options.optimized_model_filepath = str(Path(tmp) / "folded.onnx")
-        options.log_severity_level = 3
-        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        model = onnx.load(options.optimized_model_filepath)
-    del model.opset_import[:]
-    model.opset_import.append(helper.make_opsetid("", OPSET))
-    model.ir_version = 8
-    graph = model.graph
-    # the one Pad left feeds the MaxPool, whose own padding is minus infinity as well
-    for pad in [n for n in graph.node if n.op_type == "Pad"]:
-        (pool,) = [n for n in graph.node if pad.output[0] in n.input]
-        assert pool.op_type == "MaxPool"
-        pool.input[0] = pad.input[0]
-        pool.attribute.append(helper.make_attribute("pads", [1, 1, 1, 1]))
-        graph.node.remove(pad)
-    for node in graph.node:
-        if node.op_type == "Resize":
-            node.input[1] = ""
-        for names in (node.input, node.output):
-            for i, name in enumerate(names):
-                names[i] = RENAME.get(name, name)
-    for value in graph.input:
-        value.name = RENAME.get(value.name, value.name)
-    return model
-
-
-def cut(
-    source: onnx.ModelProto,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    name: str,
-    extra: Graph | None = None,
-    exposed: tuple[str, ...] = (),
-) -> onnx.ModelProto:
-    """The part of `source` that computes `outputs` from `inputs`, plus the nodes of `extra`.
-
-    The model's own outputs are `exposed`, or `outputs` where that is empty.
-    """
-    shapes = {"image": (1, 3, SIZE, SIZE), "detections": (1, ANCHORS, 4 + CLASSES), **FEATURES}
-    shapes.update({m: (1, CLASSES + 4 * BINS, g, g) for m, g in zip(SOURCE_MAPS, GRIDS)})
-    producer = {o: n for n in source.graph.node for o in n.output}
-    wanted, todo = set(), [t for t in outputs if t not in inputs]
-    while todo:
-        node = producer.get(todo.pop())
-        if node is None or node.output[0] in wanted:
-            continue
-        wanted.add(node.output[0])
-        todo += [i for i in node.input if i and i not in inputs]
-    nodes = [n for n in source.graph.node if n.output[0] in wanted]
-    tensors = {t.name: t for t in source.graph.initializer}
-    if extra is not None:
-        nodes += extra.nodes
-        tensors.update(extra.initializers)
-    used = {i for n in nodes for i in n.input}
-    graph = helper.make_graph(
-        nodes,
-        name,
-        [helper.make_tensor_value_info(t, TensorProto.FLOAT, shapes[t]) for t in inputs],
-        [
-            helper.make_tensor_value_info(t, TensorProto.FLOAT, shapes[t])
-            for t in exposed or outputs
-        ],
-        [t for k, t in tensors.items() if k in used],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
-    model.ir_version, model.producer_name = 8, "perception_rt export_segments"
-    onnx.checker.check_model(model, full_check=True)
-    return model
-
-
-def build_segments(source: onnx.ModelProto, heads: dict[str, F32]) -> list[onnx.ModelProto]:
-    """Three segments: trunk part k, its exit head with decode, and the features that go on."""
-    segments = []
-    for k in range(3):
-        if k < 2:
-            prefix = f"exit{k}."
-            weights = {n[len(prefix) :]: w for n, w in heads.items() if n.startswith(prefix)}
-            extra = Graph(prefix, weights)
-            add_decode(extra, list(early_head(extra, k, {n: n for n in FEATURES})), TRAINED)
-            outputs: tuple[str, ...] = SEGMENT_FEATURES[k]
+    def _info(self, name: str) -> onnx.ValueInfoProto:
+        if name == "image":
+            shape = [1, 3, self.height, self.width]
+        elif name == "detections":
+            shape = [1, anchor_count(self.height, self.width), 4 + CLASSES]
         else:
-            extra = Graph("exit2.")
-            add_decode(extra, list(SOURCE_MAPS), tuple(range(CLASSES)))
-            outputs = SOURCE_MAPS
-        exposed = ("detections", *SEGMENT_FEATURES[k])
-        segments.append(cut(source, SEGMENT_INPUTS[k], outputs, f"segment_{k}", extra, exposed))
-    return segments
+            channels, stride = FEATURES[name]
+            shape = [1, channels, self.height // stride, self.width // stride]
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
 
-def session(model: onnx.ModelProto | Path) -> ort.InferenceSession:
-    """One-thread CPU session, without spinning."""
+def segment_model(k: int, weights: Weights) -> onnx.ModelProto:
+    """Segment k with its exit head and decode, and the features that go on."""
+    g = Graph(weights)
+    new, maps = segment(g, k, {n: n for n in SEGMENT_INPUTS[k]})
+    assert maps is not None
+    g.decode(maps)
+    outputs = ("detections", *SEGMENT_FEATURES[k])
+    return g.model(f"segment_{k}", SEGMENT_INPUTS[k], outputs, {v: n for n, v in new.items()})
+
+
+def whole_model(
+    exit_index: int, weights: Weights, height: int = HEIGHT, width: int = WIDTH
+) -> onnx.ModelProto:
+    """The network in one piece up to one exit, without the heads before it."""
+    g = Graph(weights, height, width)
+    f = {"image": "image"}
+    for k in range(exit_index + 1):
+        new, maps = segment(g, k, f, head=k == exit_index)
+        f.update(new)
+    assert maps is not None
+    g.decode(maps)
+    return g.model("whole", ("image",), ("detections",), {})
+
+
+def source_weights(path: Path) -> Weights:
+    """The source network's convolutions as `conv<i>.weight` and `.bias`, cut to our classes."""
+    model = onnx.load(path)
+    arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    arrays.update(
+        {
+            n.output[0]: numpy_helper.to_array(n.attribute[0].t)
+            for n in model.graph.node
+            if n.op_type == "Constant"
+        }
+    )
+    rows = [*COCO_ROWS, *range(COCO_CLASSES, COCO_CLASSES + 4 * BINS)]
+    weights: Weights = {}
+    for node in model.graph.node:
+        if node.op_type != "Conv":
+            continue
+        # the converter calls them split:0, split_1:0, ...
+        number = node.input[1].rpartition("/split")[2].strip("_").partition(":")[0] or "0"
+        weight, bias = (np.asarray(arrays[n], np.float32) for n in node.input[1:3])
+        if len(bias) == COCO_CLASSES + 4 * BINS:
+            weight, bias = weight[rows], bias[rows]
+        weights[f"conv{number}.weight"], weights[f"conv{number}.bias"] = weight, bias
+    return weights
+
+
+def session(model: Path | onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    what = str(model) if isinstance(model, Path) else model.SerializeToString()
-    return ort.InferenceSession(what, options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-def letterbox(image: U8) -> tuple[U8, float, int, int]:
-    """BGR image to a centred SIZE x SIZE canvas: canvas, scale, left and top offset in pixels."""
+def letterbox(image: U8, height: int = HEIGHT, width: int = WIDTH) -> tuple[U8, float, int, int]:
+    """The image scaled to fit, centred on a grey canvas: canvas, scale, left, top."""
     h, w = image.shape[:2]
-    scale = min(SIZE / w, SIZE / h)
+    scale = min(width / w, height / h)
     nw, nh = max(1, round(w * scale)), max(1, round(h * scale))
-    left, top = (SIZE - nw) // 2, (SIZE - nh) // 2
-    canvas = np.full((SIZE, SIZE, 3), PAD_VALUE, np.uint8)
+    left, top = (width - nw) // 2, (height - nh) // 2
+    canvas = np.full((height, width, 3), PAD_VALUE, np.uint8)
     canvas[top : top + nh, left : left + nw] = cv2.resize(image, (nw, nh))
     return canvas, scale, left, top
 
 
 def normalise(canvas: U8) -> F32:
-    """BGR canvas to the network's input, float32 [1, 3, SIZE, SIZE]."""
+    """BGR canvas [H, W, 3] to the network's input, float32 [1, 3, H, W]."""
     x = (canvas.astype(np.float32) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     return np.ascontiguousarray(x.transpose(2, 0, 1)[None])
 
 
-def video_frames(path: Path, first: int, last: int, step: int) -> Iterator[U8]:
-    """Frames first..last of a video, counted from 1, every `step`-th."""
-    capture = cv2.VideoCapture(str(path))
-    if not capture.isOpened():
-        raise SystemExit(f"cannot open the video {path}")
-    for number in range(1, last + 1):
-        ok, frame = capture.read()
-        if not ok:
-            break
-        if number >= first and (number - first) % step == 0:
-            yield np.asarray(frame, np.uint8)
-
-
 def run_chain(sessions: list[ort.InferenceSession], image: F32) -> list[F32]:
-    """`detections` of every exit; features are handed on by name."""
+    """`detections` [A, 4 + CLASSES] of every exit; features are handed on by name."""
     values: dict[str, F32] = {"image": image}
     out = []
     for s in sessions:

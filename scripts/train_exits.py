@@ -1,16 +1,15 @@
-"""Train the two early exit heads of NanoDet-g 416 on the frozen trunk, by its own predictions.
+"""Train all exits of the early-exit NanoDet-g together, or the control that has only the deepest.
 
-Each head learns the full model's dense output at the same anchors: scores with quality focal
-loss, boxes with GIoU and the bin distribution with cross entropy, both weighted by the teacher's
-score. Features and targets are computed once with ONNX Runtime and kept in a cache file.
+The trunk and the deepest head start from NanoDet-g's weights. A label's positive anchors are those
+that the deepest exit answers best (task alignment, arXiv:2108.07755); every exit learns them with
+quality focal loss, GIoU and the bin distribution (arXiv:2006.04388), and the early ones also learn
+the deepest exit's dense answer. The weights written are a running mean over the steps.
 
-Data: frames 1 to 400 of the pedestrian video (later frames are for evaluation), the dashcam
-video, CARLA Town01, 03 and 04 (Town02 is for evaluation). The labels of CARLA are not used.
+    python scripts/train_exits.py --data-dir DATA --out weights.npz --seed 0
+    python scripts/train_exits.py --data-dir DATA --out control.npz --seed 0 --control
 
-    python scripts/train_exits.py --data-dir DATA --out heads.npz --seed 0 --minutes 8
-
-The number of steps is fixed from the speed of the first steps; it is stored with the seed, and
-`--steps N` repeats a run without the clock. PyTorch is needed here and nowhere else.
+A run that was cut goes on from its checkpoint when the same command is given again. PyTorch
+(requirements/train.txt) is needed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,287 +24,344 @@ from typing import Any
 import cv2
 import exit_graph as ex
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
+import train_data as td
 from torch import Tensor, nn
 
-BATCH = 12
-LR = 3e-3
-TARGET_ROWS = len(ex.TRAINED) + 4 * ex.BINS
-CACHE = {
-    **{name: shape[1:] for name, shape in ex.FEATURES.items()},
-    "target": (TARGET_ROWS, ex.ANCHORS),
-}
+BATCH = 6
+LR_HEADS, LR_SOURCE = 2e-3, 4e-4
+EXIT_WEIGHTS = (1.0, 0.8, 0.8, 1.0)
+TOP_K = 9
+MEAN_DECAY = 0.998
+CHECKPOINT_EVERY = 200
+DEEPEST = ex.EXITS - 1
 
 
-class Head(nn.Module):
-    """One early head; the topology is exit_graph.early_head, the layers appear on use."""
+class Network(nn.Module):
+    """The topology of exit_graph in PyTorch; layers appear on first use."""
 
-    def __init__(self, exit_index: int) -> None:
+    def __init__(self, source: ex.Weights, control: bool) -> None:
         super().__init__()
-        self.exit_index = exit_index
+        self.source, self.control = source, control
         self.layers = nn.ModuleDict()
         with torch.no_grad():
-            self.forward({n: torch.zeros(2, *s[1:]) for n, s in ex.FEATURES.items()})
+            self.forward(torch.zeros(2, 3, ex.HEIGHT, ex.WIDTH))
 
     def conv(
-        self,
-        x: Tensor,
-        name: str,
-        cin: int,
-        cout: int,
-        k: int,
-        stride: int,
-        groups: int,
-        act: bool,
+        self, x: Tensor, name: str, cin: int, cout: int, k: int, stride: int, groups: int, act: str
     ) -> Tensor:
         key = name.replace(".", "_")
         if key not in self.layers:
-            final = name.startswith("out")
-            conv = nn.Conv2d(cin, cout, k, stride, k // 2, groups=groups, bias=final)
-            if final:
-                assert conv.bias is not None
-                nn.init.normal_(conv.weight, std=0.01)
-                nn.init.zeros_(conv.bias)
-                nn.init.constant_(conv.bias[: len(ex.TRAINED)], -4.6)  # sigmoid = 0.01
-            norm = nn.Identity() if final else nn.BatchNorm2d(cout)
-            self.layers[key] = nn.Sequential(conv, norm)
+            self.layers[key] = self._layer(name, cin, cout, k, stride, groups)
         y: Tensor = self.layers[key](x)
-        return F.relu(y) if act else y
+        if act == "leaky":
+            return F.leaky_relu(y, 0.1)
+        return F.relu(y) if act == "relu" else y
 
-    def up(self, x: Tensor) -> Tensor:
-        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+    def _layer(
+        self, name: str, cin: int, cout: int, k: int, stride: int, groups: int
+    ) -> nn.Sequential:
+        old, final = name + ".weight" in self.source, ".out" in name
+        conv = nn.Conv2d(cin, cout, k, stride, k // 2, groups=groups, bias=old or final)
+        if old:
+            assert conv.bias is not None
+            conv.weight.data = torch.from_numpy(self.source[name + ".weight"].copy())
+            conv.bias.data = torch.from_numpy(self.source[name + ".bias"].copy())
+        elif final:
+            assert conv.bias is not None
+            nn.init.normal_(conv.weight, std=0.01)
+            nn.init.zeros_(conv.bias)
+            nn.init.constant_(conv.bias[: ex.CLASSES], -4.6)  # sigmoid = 0.01
+        conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+        return nn.Sequential(conv, nn.Identity() if old or final else nn.BatchNorm2d(cout))
+
+    def max_pool(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, 3, 2, 1)
+
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], 1)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def forward(self, features: dict[str, Tensor]) -> Tensor:
-        maps = ex.early_head(self, self.exit_index, features)
-        return torch.cat([m.flatten(2) for m in maps], 2)
+    def nearest_up(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
 
-    def folded(self) -> dict[str, Any]:
-        """Weights with batch norm folded, named as the exporter asks for them."""
-        out: dict[str, Any] = {}
-        for key, layer in self.layers.items():
-            conv, norm = layer.get_submodule("0"), layer.get_submodule("1")
-            assert isinstance(conv, nn.Conv2d)
-            weight, bias = conv.weight.detach(), conv.bias
-            if isinstance(norm, nn.BatchNorm2d):
-                assert norm.running_var is not None
-                assert norm.running_mean is not None
-                gain = norm.weight.detach() / (norm.running_var + norm.eps).sqrt()
-                weight = weight * gain[:, None, None, None]
-                bias = nn.Parameter(norm.bias.detach() - norm.running_mean * gain)
-            assert bias is not None
-            name = f"exit{self.exit_index}.{key.replace('_', '.')}"
-            out[name + ".weight"] = weight.numpy()
-            out[name + ".bias"] = bias.detach().numpy()
+    def linear(self, x: Tensor, scale: float) -> Tensor:
+        return F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        """Raw [B, OUTPUTS, A] of every exit, or of the deepest alone."""
+        f, out = {"image": image}, []
+        for k in range(ex.EXITS):
+            new, maps = ex.segment(self, k, f, head=not self.control)
+            f.update(new)
+            if maps is not None:
+                out.append(torch.cat([m.flatten(2) for m in maps], 2))
         return out
 
 
-def source_images(data: Path) -> list[tuple[ex.U8, int]]:
-    """Training images with the number of views to draw of each."""
-    video = data / "video"
-    pedestrian = video / "vtest_pedestrians_768x576_10fps.avi"
-    images = [(f, 5) for f in ex.video_frames(pedestrian, 1, 400, 2)]
-    images += [
-        (f, 3) for f in ex.video_frames(video / "udacity_dashcam_960x540_25fps.mp4", 1, 10**6, 3)
-    ]
-    towns = [
-        p
-        for p in sorted((data / "carla" / "images" / "train").glob("*.jpg"))
-        if p.name[:6] in ("Town01", "Town03", "Town04")
-    ]
-    for path in towns:
-        image = cv2.imread(str(path))
-        if image is None:
-            raise SystemExit(f"cannot read {path}")
-        images.append((np.asarray(image, np.uint8), 3))
-    return images
+def folded(state: dict[str, Tensor]) -> ex.Weights:
+    """Weights with batch norm folded, named as the exporter asks for them."""
+    out: ex.Weights = {}
+    for key in [k for k in state if k.endswith(".0.weight")]:
+        base = key[: -len("0.weight")]
+        weight = state[key]
+        if base + "1.running_var" in state:
+            gain = state[base + "1.weight"] / (state[base + "1.running_var"] + 1e-5).sqrt()
+            weight = weight * gain[:, None, None, None]
+            bias = state[base + "1.bias"] - state[base + "1.running_mean"] * gain
+        else:
+            bias = state[base + "0.bias"]
+        name = base.removeprefix("layers.").rstrip(".").replace("_", ".")
+        out[name + ".weight"] = np.ascontiguousarray(weight.numpy(), np.float32)
+        out[name + ".bias"] = bias.numpy().astype(np.float32)
+    return out
 
 
-def view(image: ex.U8, rng: np.random.Generator, plain: bool) -> ex.U8:
-    """A letterboxed view: as at run time, or cropped, shrunk, flipped and relit."""
-    if plain:
-        return ex.letterbox(image)[0]
-    h, w = image.shape[:2]
-    kind = rng.random()
-    if kind < 0.55:  # crop: larger objects, up to five times
-        f = math.exp(rng.uniform(math.log(0.2), 0.0))
-        cw, ch = max(32, round(w * f)), max(32, round(h * min(1.0, f * rng.uniform(0.9, 1.4))))
-        x, y = rng.integers(0, w - cw + 1), rng.integers(0, h - ch + 1)
-        image = image[y : y + ch, x : x + cw]
-    elif kind < 0.75:  # border: smaller objects
-        f = rng.uniform(0.05, 0.5)
-        t, b, le, r = (round(v) for v in rng.uniform(0, f, 4) * [h, h, w, w])
-        image = np.asarray(
-            cv2.copyMakeBorder(image, t, b, le, r, cv2.BORDER_CONSTANT, value=[ex.PAD_VALUE] * 3),
-            np.uint8,
-        )
-    if rng.random() < 0.5:
-        image = np.ascontiguousarray(image[:, ::-1])
-    light = image.astype(np.float32) * rng.uniform(0.6, 1.3) + rng.uniform(-20, 20)
-    return ex.letterbox(np.clip(light, 0, 255).astype(np.uint8))[0]
+def boxes_of(raw: Tensor, centres: Tensor, strides: Tensor) -> Tensor:
+    """Boxes [B, A, 4] in pixels of raw outputs."""
+    b, _, a = raw.shape
+    bins = raw[:, ex.CLASSES :].reshape(b, 4, ex.BINS, a).softmax(2)
+    sides = (bins * torch.arange(ex.BINS)[:, None]).sum(2) * strides
+    low, high = centres - sides[:, :2], centres + sides[:, 2:]
+    return torch.cat([low, high], 1).transpose(1, 2)
 
 
-def build_cache(data: Path, cache: Path, seed: int) -> int:
-    """Features and teacher output of every view, float16 on disk; returns the count."""
-    source = ex.load_source(data / "weights" / "nanodet_g_416_coco80.onnx")
-    outputs = (*ex.FEATURES, *ex.SOURCE_MAPS)
-    teacher = ex.session(ex.cut(source, ("image",), outputs, "teacher"))
-    rng = np.random.default_rng(seed)
-    images = source_images(data)
-    count = sum(n for _, n in images)
-    arrays = {
-        k: np.lib.format.open_memmap(cache / f"{k}.npy", "w+", np.float16, (count, *s))
-        for k, s in CACHE.items()
-    }
-    rows = [*ex.TRAINED, *range(ex.CLASSES, ex.CLASSES + 4 * ex.BINS)]
-    start, i = time.monotonic(), 0
-    for image, views in images:
-        for v in range(views):
-            x = ex.normalise(view(image, rng, plain=v == 0))
-            got = dict(zip(outputs, teacher.run(list(outputs), {"image": x})))
-            maps = [got[m][0].reshape(-1, g * g) for m, g in zip(ex.SOURCE_MAPS, ex.GRIDS)]
-            got["target"] = np.concatenate(maps, 1)[None, rows]
-            for name, array in arrays.items():
-                array[i] = got[name][0]
-            i += 1
-            if i % 200 == 0:
-                print(f"cache {i}/{count} {time.monotonic() - start:.0f} s", flush=True)
-    for a in arrays.values():
-        a.flush()
-    (cache / "done.json").write_text(json.dumps({"seed": seed, "count": count}))
-    return count
+def overlaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """IoU and GIoU (arXiv:1902.09630) of boxes [..., 4], broadcast."""
+    low, high = torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
+    inter = (high - low).clamp(min=0).prod(-1)
+    area = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1)
+    union = (area - inter).clamp(min=1e-6)
+    hull_low = torch.minimum(a[..., :2], b[..., :2])
+    hull = (torch.maximum(a[..., 2:], b[..., 2:]) - hull_low).prod(-1).clamp(min=1e-6)
+    iou = inter / union
+    return iou, iou - (hull - union) / hull
 
 
-def corners(bins: Tensor, strides: Tensor) -> Tensor:
-    """Distances [N, 4] in pixels from bin logits [N, 4, BINS]."""
-    return (bins.softmax(2) * torch.arange(ex.BINS)).sum(2) * strides[:, None]
+class Targets:
+    """One image's positives and what its score loss looks at, from the deepest exit's answer."""
+
+    def __init__(
+        self, raw: Tensor, boxes: Tensor, truth: Any, labelled: Tensor, points: Any
+    ) -> None:
+        _, gt, classes, sure = truth
+        gt, classes, sure = map(torch.from_numpy, (gt, classes, sure))
+        centres, strides = points
+        c = centres[0].T  # [A, 2]
+        scores = raw[: ex.CLASSES].sigmoid()
+        self.mask = labelled[:, None].expand(-1, len(c)).clone()
+        inside = (c[None] > gt[:, None, :2]).all(2) & (c[None] < gt[:, None, 2:]).all(2)
+        for n in torch.nonzero(~sure)[:, 0]:  # do not look there
+            self.mask[classes[n]] &= ~inside[n]
+        gt, classes, inside = gt[sure], classes[sure], inside[sure]
+        self.index = torch.zeros(0, dtype=torch.long)
+        if not len(gt):
+            return
+        middle = (gt[:, None, :2] + gt[:, None, 2:]) / 2
+        away = ((c[None] - middle).abs().amax(2) / strides[0]).clamp(min=0)
+        inside |= away < 0.8  # the nearest anchors of a box smaller than their stride
+        iou, _ = overlaps(gt[:, None], boxes[None])
+        score = torch.stack([scores[k].amax(0) for k in classes])
+        fit = (score.clamp(min=0.01).sqrt() * iou.clamp(min=0.01) ** 3) * inside
+        fit = torch.where(inside, fit + 1e-7 / (1 + away), torch.zeros(()))
+        top = fit.topk(min(TOP_K, fit.shape[1]), 1)
+        chosen = torch.zeros_like(fit).scatter(1, top.indices, top.values)
+        # a box of few pixels takes fewer anchors: as many as its IoUs sum up to
+        rank = chosen.argsort(1, descending=True).argsort(1)
+        count = (iou * (chosen > 0)).sum(1).clamp(min=1).round()
+        chosen = chosen * (rank < count[:, None])
+        best, owner = chosen.max(0)
+        self.index = torch.nonzero(best > 0)[:, 0]
+        owner = owner[self.index]
+        self.gt = gt[owner]
+        group = classes[owner]  # of a group the class that the deepest exit prefers
+        own = torch.where(group, scores[:, self.index].T, -torch.ones(()))
+        self.classes = own.argmax(1)
+        others = group.clone()
+        others[torch.arange(len(others)), self.classes] = False
+        self.mask[:, self.index] &= ~others.T
 
 
-def giou_loss(a: Tensor, b: Tensor) -> Tensor:
-    """1 - GIoU of boxes given as distances from one anchor (arXiv:1902.09630)."""
-    area_a = (a[:, 0] + a[:, 2]) * (a[:, 1] + a[:, 3])
-    area_b = (b[:, 0] + b[:, 2]) * (b[:, 1] + b[:, 3])
-    low, high = torch.minimum(a, b), torch.maximum(a, b)
-    inter = (low[:, 0] + low[:, 2]) * (low[:, 1] + low[:, 3])
-    hull = (high[:, 0] + high[:, 2]) * (high[:, 1] + high[:, 3]) + 1e-6
-    union = area_a + area_b - inter + 1e-6
-    return 1 - inter / union + (hull - union) / hull
+def exit_loss(
+    raw: Tensor, boxes: Tensor, teacher: Tensor | None, targets: list[Targets], points: Any
+) -> Tensor:
+    """Loss of one exit; `teacher` is the deepest exit's raw answer where it is another one."""
+    centres, strides = points
+    logits = raw[:, : ex.CLASSES]
+    wanted = torch.zeros_like(logits)
+    box = dist = torch.zeros(())
+    for b, t in enumerate(targets):
+        if not len(t.index):
+            continue
+        iou, giou = overlaps(boxes[b, t.index], t.gt)
+        quality = iou.detach().clamp(0.05, 1.0)
+        wanted[b, t.classes, t.index] = quality
+        box = box + ((1 - giou) * quality).sum()
+        c, s = centres[0].T[t.index], strides[0, 0, t.index, None]
+        sides = torch.cat([c - t.gt[:, :2], t.gt[:, 2:] - c], 1) / s
+        sides = sides.clamp(0, ex.BINS - 1.01)
+        low = sides.floor()
+        bins = raw[b, ex.CLASSES :, t.index].reshape(4, ex.BINS, -1).permute(2, 0, 1)
+        log = bins.log_softmax(2)
+        left = log.gather(2, low.long()[..., None])[..., 0] * (low + 1 - sides)
+        right = log.gather(2, low.long()[..., None] + 1)[..., 0] * (sides - low)
+        dist = dist - ((left + right).mean(1) * quality).sum()
+        if teacher is not None:
+            theirs = teacher[b, ex.CLASSES :, t.index].reshape(4, ex.BINS, -1).permute(2, 0, 1)
+            dist = dist - ((theirs.softmax(2) * log).sum(2).mean(1) * quality).sum()
+    mask = torch.stack([t.mask for t in targets])
+    norm = wanted.sum().clamp(min=4.0)
+    bce = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    gap = (wanted - logits.detach().sigmoid()).square()
+    loss = ((gap * bce) * mask).sum() + 2.0 * box + 0.25 * dist
+    if teacher is not None:
+        soft = teacher[:, : ex.CLASSES].sigmoid()
+        gap = (soft - logits.detach().sigmoid()).square()
+        learn = F.binary_cross_entropy_with_logits(logits, soft, reduction="none")
+        loss = loss + (gap * learn).sum()
+    return loss / norm
 
 
-def loss_of(out: Tensor, target: Tensor, strides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Score, box and distribution loss of raw outputs [N, C + 44, A] against the teacher's."""
-    c = len(ex.TRAINED)
-    logits, wanted = out[:, :c], target[:, :c].sigmoid()
-    norm = wanted.clamp(min=0.05).sub(0.05).sum().clamp(min=1.0)
-    gap = (wanted - logits.sigmoid()).abs().square()
-    score = (gap * F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")).sum()
-    weight = wanted.amax(1)
-    keep = weight > 0.1
-    w = weight[keep]
-    shape = (-1, 4, ex.BINS)
-    mine = out[:, c:].transpose(1, 2)[keep].reshape(shape)
-    theirs = target[:, c:].transpose(1, 2)[keep].reshape(shape)
-    s = strides.expand_as(weight)[keep]
-    box = (giou_loss(corners(mine, s), corners(theirs, s)) * w).sum()
-    dist = -((theirs.softmax(2) * mine.log_softmax(2)).sum(2).mean(1) * w).sum()
-    wsum = w.sum().clamp(min=1.0)
-    return score / norm, box / wsum, dist / wsum
+def draw(
+    samples: list[td.Sample], shares: Any, rng: np.random.Generator
+) -> tuple[Tensor, list[Any], Tensor]:
+    """A batch: normalised images, truths, and which classes are labelled."""
+    pick = rng.choice(len(samples), BATCH, p=shares)
+    truths = [td.view(samples[i], rng) for i in pick]
+    images = np.concatenate([ex.normalise(t[0]) for t in truths])
+    labelled = torch.from_numpy(np.stack([samples[i].labelled for i in pick]))
+    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), truths, labelled
 
 
-def train(cache: Path, count: int, args: argparse.Namespace) -> tuple[list[Head], int]:
-    # channels_last halves the time of a step on a CPU
-    heads = [Head(k) for k in range(2)]
-    for parameter in (p for h in heads for p in h.parameters()):
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    for k, h in enumerate(heads):
-        print(f"head {k}: {sum(p.numel() for p in h.parameters())} parameters", flush=True)
-    data = {k: np.load(cache / f"{k}.npy", mmap_mode="r") for k in CACHE}
-    params = [p for h in heads for p in h.parameters()]
-    optimiser = torch.optim.AdamW(params, LR, weight_decay=1e-3)
-    strides = torch.from_numpy(ex.anchor_points()[1][0])
-    rng = np.random.default_rng(args.seed)
-    steps, step = args.steps, 0
-    order: npt.NDArray[np.int64] = np.empty(0, np.int64)
-    sums, start = np.zeros(6), time.monotonic()
-    while steps is None or step < steps:
-        if step == 20 and steps is None:
-            steps = max(40, int(20 * args.minutes * 60 / (time.monotonic() - start)))
-            print(f"{steps} steps fit into {args.minutes} min", flush=True)
-        progress = step / steps if steps else 0.0
-        rate = LR * min(1.0, (step + 1) / 20) * (0.5 * (1 + math.cos(math.pi * progress)) + 0.005)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        if len(order) < BATCH:
-            order = rng.permutation(count)
-        pick = np.sort(order[:BATCH])
-        order = order[BATCH:]
-        features = {k: torch.from_numpy(a[pick]).float() for k, a in data.items()}
-        target = features.pop("target")
-        features = {
-            k: f.contiguous(memory_format=torch.channels_last) for k, f in features.items()
-        }
+def train(network: Network, samples: list[td.Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """Run the steps; returns the running mean of the weights and the seconds it took."""
+    old = [p for n, p in network.named_parameters() if n.startswith("layers.conv")]
+    new = [p for n, p in network.named_parameters() if not n.startswith("layers.conv")]
+    groups = [{"params": old, "peak": LR_SOURCE}, {"params": new, "peak": LR_HEADS}]
+    optimiser = torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=1e-3)
+    mean = {k: v.clone() for k, v in network.state_dict().items()}
+    checkpoint = args.out.with_suffix(".checkpoint")
+    step, seconds = 0, 0.0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        step, seconds, mean = saved["step"], saved["seconds"], saved["mean"]
+        network.load_state_dict(saved["network"])
+        optimiser.load_state_dict(saved["optimiser"])
+        print(f"goes on from step {step}", flush=True)
+    points = [torch.from_numpy(a) for a in ex.anchor_points()]
+    shares = td.draw_shares(samples)
+    sums, began = np.zeros(ex.EXITS), time.monotonic() - seconds
+    network.train()
+    while step < args.steps:
+        rng = np.random.default_rng((args.seed, step))  # a run that goes on draws the same
+        images, truths, labelled = draw(samples, shares, rng)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            raws = [r.float() for r in network(images)]
+        boxes = [boxes_of(r, *points) for r in raws]
+        deepest, deep_boxes = raws[-1].detach(), boxes[-1].detach()
+        targets = [
+            Targets(deepest[b], deep_boxes[b], truths[b], labelled[b], points)
+            for b in range(BATCH)
+        ]
         total = torch.zeros(())
-        for k, head in enumerate(heads):
-            losses = loss_of(head(features), target, strides)
-            total = total + losses[0] + 2 * losses[1] + 0.25 * losses[2]
-            sums[3 * k : 3 * k + 3] += [float(v.detach()) for v in losses]
+        for k, (raw, own) in enumerate(zip(raws, boxes)):
+            last = k == len(raws) - 1
+            loss = exit_loss(raw, own, None if last else deepest, targets, points)
+            total = total + loss * (1.0 if last else EXIT_WEIGHTS[k])
+            sums[k] += loss.item()
+        shape = min(1.0, (step + 1) / 100) * (
+            0.5 * (1 + math.cos(math.pi * step / args.steps)) + 0.01
+        )
+        for group in optimiser.param_groups:
+            group["lr"] = group["peak"] * shape
         optimiser.zero_grad()
         torch.autograd.backward(total)
-        for head in heads:
-            nn.utils.clip_grad_norm_(head.parameters(), 10.0)
+        nn.utils.clip_grad_norm_(network.parameters(), 10.0)
         optimiser.step()
         step += 1
+        keep = min(MEAN_DECAY, (step + 1) / (step + 10))
+        for k, v in network.state_dict().items():
+            mean[k] = mean[k].lerp(v, 1 - keep) if v.is_floating_point() else v.clone()
+        seconds = time.monotonic() - began
         if step % 25 == 0:
-            text = " ".join(f"{v:.3f}" for v in sums / 25)
-            print(
-                f"step {step}/{steps} {time.monotonic() - start:.0f} s "
-                f"[score box dist] x 2: {text}",
-                flush=True,
-            )
+            text = " ".join(f"{v:.3f}" for v in sums[: len(raws)] / 25)
+            left = seconds / step * (args.steps - step) / 60
+            print(f"step {step}/{args.steps} {seconds:.0f} s, {left:.0f} min left: {text}")
             sums[:] = 0
-    return [h.eval() for h in heads], step
+        if step % CHECKPOINT_EVERY == 0 or step == args.steps:
+            state = {"step": step, "seconds": seconds, "mean": mean}
+            state |= {"network": network.state_dict(), "optimiser": optimiser.state_dict()}
+            torch.save(state, checkpoint.with_suffix(".partial"))
+            checkpoint.with_suffix(".partial").replace(checkpoint)
+            write(args, mean, step, seconds, len(samples))
+    return mean
+
+
+def write(
+    args: argparse.Namespace, mean: dict[str, Tensor], step: int, seconds: float, count: int
+) -> None:
+    training = {
+        "data": "CARLA Town01, Town03, Town04 (labels); every second of pedestrian video frames "
+        "1-400 and of the dashcam video (pseudo-labels of NanoDet-g)",
+        "images": count,
+        "seed": args.seed,
+        "steps": step,
+        "batch": BATCH,
+        "minutes": round(seconds / 60, 1),
+        "precision": "bf16" if args.bf16 else "fp32",
+        "script": "scripts/train_exits.py",
+    }
+    partial = args.out.with_suffix(".partial.npz")
+    np.savez(partial, training=np.array(json.dumps(training)), **folded(mean))
+    partial.replace(args.out)
+
+
+def detector(network: Network) -> td.Detect:
+    """The source network at an image's full size (rounded to 32): rows box, score, class."""
+
+    def detect(image: ex.U8) -> ex.F32:
+        h, w = (math.ceil(v / 32) * 32 for v in image.shape[:2])
+        canvas = np.full((h, w, 3), ex.PAD_VALUE, np.uint8)
+        canvas[: image.shape[0], : image.shape[1]] = image
+        with torch.no_grad():
+            raw = network(torch.from_numpy(ex.normalise(canvas)))[-1]
+        points = [torch.from_numpy(a) for a in ex.anchor_points(h, w)]
+        boxes = boxes_of(raw, *points)[0].numpy()
+        scores = raw[0, : ex.CLASSES].sigmoid().numpy()
+        rows = []
+        for c in range(ex.CLASSES):
+            keep = scores[c] >= td.UNSURE
+            xywh = np.concatenate([boxes[keep, :2], boxes[keep, 2:] - boxes[keep, :2]], 1)
+            chosen = cv2.dnn.NMSBoxes(xywh.tolist(), scores[c, keep].tolist(), td.UNSURE, 0.6)
+            for i in np.asarray(chosen, int).reshape(-1):
+                rows.append([*boxes[keep][i], scores[c, keep][i], c])
+        return np.array(rows, np.float32).reshape(-1, 6)
+
+    return detect
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     root = Path(__file__).resolve().parents[1]
     parser.add_argument("--data-dir", type=Path, default=root.parent / "shared" / "data")
-    parser.add_argument("--out", type=Path, required=True, help="heads.npz to write")
-    parser.add_argument("--cache", type=Path, help="folder for 4 GB; default: beside --out")
+    parser.add_argument("--out", type=Path, required=True, help="weights.npz to write")
+    parser.add_argument("--control", action="store_true", help="only the deepest exit")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for both heads together")
-    parser.add_argument("--steps", type=int, help="fixed number of steps instead of --minutes")
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="convolutions in bfloat16")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    cache = args.cache or args.out.with_suffix(".cache")
-    cache.mkdir(parents=True, exist_ok=True)
-    done = cache / "done.json"
-    found = json.loads(done.read_text()) if done.exists() else {}
-    if args.steps == 0:
-        count = 0
-    elif found.get("seed") == args.seed:
-        count = int(found["count"])
-    else:
-        count = build_cache(args.data_dir, cache, args.seed)
-    heads, steps = train(cache, count, args) if count else ([Head(0).eval(), Head(1).eval()], 0)
-    training = {
-        "data": "teacher: exit 2; pedestrian video frames 1-400, dashcam video, CARLA Town01, "
-        "Town03, Town04",
-        "views": count,
-        "seed": args.seed,
-        "steps": steps,
-        "batch": BATCH,
-        "script": "scripts/train_exits.py",
-    }
-    weights = {k: v for h in heads for k, v in h.folded().items()}
-    np.savez_compressed(args.out, training=np.array(json.dumps(training)), **weights)
+    source = ex.source_weights(args.data_dir / "weights" / "nanodet_g_416_coco80.onnx")
+    network = Network(source, args.control)
+    began = time.monotonic()
+    samples = td.load(args.data_dir, detector(Network(source, control=True).eval()))
+    print(f"{len(samples)} images in {time.monotonic() - began:.0f} s", flush=True)
+    train(network, samples, args)
     print(f"wrote {args.out}: {args.out.stat().st_size / 1e6:.2f} MB", flush=True)
 
 
