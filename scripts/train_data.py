@@ -61,7 +61,7 @@ def _carla(folder: Path) -> list[Sample]:
             raise SystemExit(f"cannot read {path}")
         h, w = image.shape[:2]
         text = (folder / "labels" / "train" / f"{path.stem}.txt").read_text().split()
-        rows = np.array(text, np.float32).reshape(-1, 5)
+        rows: ex.F32 = np.array(text, np.float32).reshape(-1, 5)
         rows = rows[np.isin(rows[:, 0], list(GROUPS))]
         corners = np.concatenate(
             [rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2], 1
@@ -121,7 +121,7 @@ def draw_shares(samples: list[Sample]) -> npt.NDArray[np.float64]:
         factor = np.sqrt(np.maximum(1.0, REPEAT_BELOW / often))
         repeat = np.maximum(1.0, (has[mine] * np.minimum(factor, 4.0)).max(1))
         shares[mine] = SHARES[source] * repeat / repeat.sum()
-    return shares / shares.sum()
+    return np.asarray(shares / shares.sum(), np.float64)
 
 
 def view(sample: Sample, rng: np.random.Generator) -> tuple[ex.U8, ex.F32, Bools, Bools]:

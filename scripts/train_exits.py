@@ -315,7 +315,8 @@ def write(
         "script": "scripts/train_exits.py",
     }
     partial = args.out.with_suffix(".partial.npz")
-    np.savez(partial, training=np.array(json.dumps(training)), **folded(mean))
+    arrays: dict[str, Any] = {"training": np.array(json.dumps(training)), **folded(mean)}
+    np.savez(partial, **arrays)
     partial.replace(args.out)
 
 
@@ -337,7 +338,7 @@ def detector(network: Network) -> td.Detect:
             xywh = np.concatenate([boxes[keep, :2], boxes[keep, 2:] - boxes[keep, :2]], 1)
             chosen = cv2.dnn.NMSBoxes(xywh.tolist(), scores[c, keep].tolist(), td.UNSURE, 0.6)
             for i in np.asarray(chosen, int).reshape(-1):
-                rows.append([*boxes[keep][i], scores[c, keep][i], c])
+                rows += [[*boxes[keep][i], scores[c, keep][i], c]]
         return np.array(rows, np.float32).reshape(-1, 6)
 
     return detect
