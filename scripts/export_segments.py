@@ -13,6 +13,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +132,17 @@ def main() -> None:
         whole = ex.session(ex.whole_model(ex.EXITS - 1, weights))
         times = costs(chain, whole)
         print(f"ms up to each exit: {times[:-1]}, in one piece: {times[-1]}", flush=True)
-        aps = accuracy(lambda image: ex.run_chain(chain, image), args.data_dir, labels)
+        aps = accuracy(partial(ex.run_chain, chain), args.data_dir, labels)
         figures = [{"cost_ms_median": t, "ap50": ap} for t, ap in zip(times, aps)]
         print(f"AP50: {aps}", flush=True)
-    source = args.data_dir / "weights" / "nanodet_g_416_coco80.onnx"
-    others = {"source network, same size": ex.source_weights(source)} if source.exists() else {}
-    if args.control:
-        others["control"] = load(args.control)[0]
-    for name, other in others.items() if not args.no_measure else ():
-        one = ex.session(ex.whole_model(ex.EXITS - 1, other))
-
-        def run(image: ex.F32, one: Any = one) -> list[ex.F32]:
-            return [one.run(None, {"image": image})[0][0]]
-
-        print(f"{name}: {accuracy(run, args.data_dir, labels)}", flush=True)
+        source = args.data_dir / "weights" / "nanodet_g_416_coco80.onnx"
+        others = {"source network, same size": ex.source_weights(source)}
+        if args.control:
+            others["control"] = load(args.control)[0]
+        for name, other in others.items():
+            one = [ex.session(ex.whole_model(ex.EXITS - 1, other))]
+            aps = accuracy(partial(ex.run_chain, one), args.data_dir, labels)
+            print(f"{name}: {aps[0]}", flush=True)
 
     # Written beside and renamed, so that what was there stays whole until all is written.
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ of the three scores). AP is the area under the interpolated precision-recall cur
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import cv2
 import exit_graph as ex
 import numpy as np
 import onnxruntime as ort
-from train_data import PERSON, VEHICLES
+from make_labelled_bag import read_frames, read_rows
+from train_data import CARLA_VEHICLE, PERSON, VEHICLES, carla_boxes
 
 SCORE_FLOOR = 0.01
 NMS_IOU = 0.6
@@ -71,21 +72,14 @@ def ap50(results: list[ex.F32], truths: list[ex.F32]) -> float:
 
 
 def persons(exits: Exits, video: Path, labels: Path) -> list[float]:
-    """Person AP50 of each exit on the labelled frames (numbered from 0)."""
-    truth: dict[int, list[list[float]]] = {}
-    with labels.open(newline="") as file:
-        for row in csv.DictReader(file):
-            box = [float(row[k]) for k in ("left", "top", "right", "bottom")]
-            truth.setdefault(int(row["frame"]), []).append([*box, 1.0 - int(row["ignore"])])
-    capture = cv2.VideoCapture(str(video))
-    images: list[ex.U8] = []
-    for number in range(max(truth) + 1):
-        ok, frame = capture.read()
-        if not ok:
-            raise SystemExit(f"{video}: frame {number} cannot be read")
-        if number in truth:
-            images.append(np.asarray(frame, np.uint8))
-    return _judge(exits, images, [np.array(truth[n]) for n in sorted(truth)], (PERSON,))
+    """Person AP50 of each exit on the labelled frames."""
+    rows = read_rows(labels)
+    frames = read_frames(video, {row.frame for row in rows})
+    truths = [
+        np.array([[*row.label[1:5], not row.label.ignore] for row in group], float)
+        for _, group in groupby(rows, key=lambda row: row.frame)
+    ]
+    return _judge(exits, list(frames.values()), truths, (PERSON,))
 
 
 def town02_vehicles(exits: Exits, carla: Path) -> list[float]:
@@ -93,11 +87,8 @@ def town02_vehicles(exits: Exits, carla: Path) -> list[float]:
     images, truths = [], []
     for path in sorted((carla / "images" / "train").glob("Town02_*.jpg")):
         image = np.asarray(cv2.imread(str(path)), np.uint8)
-        text = (carla / "labels" / "train" / f"{path.stem}.txt").read_text().split()
-        rows = np.array(text, float).reshape(-1, 5)
-        rows = rows[rows[:, 0] == 0]  # vehicle: centre and size as fractions of the image
-        low, high = rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2
-        boxes = np.concatenate([low, high], 1) * (image.shape[1::-1] * 2)
+        indices, boxes = carla_boxes(carla, path.stem, image.shape)
+        boxes = boxes[indices == CARLA_VEHICLE]
         images.append(image)
         truths.append(np.concatenate([boxes, np.ones((len(boxes), 1))], 1))
     return _judge(exits, images, truths, VEHICLES)

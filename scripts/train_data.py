@@ -23,7 +23,8 @@ TOWNS = ("Town01", "Town03", "Town04")
 PERSON, BICYCLE, CAR, MOTORCYCLE, BUS, TRUCK, LIGHT, STOP = range(ex.CLASSES)
 VEHICLES = (CAR, BUS, TRUCK)
 # CARLA's classes to ours. A vehicle may be any of three; a traffic sign is not a stop sign.
-GROUPS = {0: VEHICLES, 1: (BICYCLE,), 2: (MOTORCYCLE,), 3: (LIGHT,)}
+CARLA_VEHICLE = 0
+GROUPS = {CARLA_VEHICLE: VEHICLES, 1: (BICYCLE,), 2: (MOTORCYCLE,), 3: (LIGHT,)}
 UNLABELLED = (PERSON, STOP)  # in CARLA
 SURE, UNSURE = 0.45, 0.2  # scores of pseudo-labels: a label; left out of the loss
 REPEAT_BELOW = 0.3  # a class seen in a smaller share of the images is drawn more often
@@ -49,6 +50,17 @@ class Sample:
     source: int
 
 
+def carla_boxes(
+    folder: Path, stem: str, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int64], ex.F32]:
+    """Class indices [N] and boxes [N, 4] l, t, r, b in pixels of a CARLA picture of `shape`."""
+    text = (folder / "labels" / "train" / f"{stem}.txt").read_text().split()
+    rows: ex.F32 = np.array(text, np.float32).reshape(-1, 5)
+    low, high = rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2
+    size = np.array([shape[1], shape[0]] * 2, np.float32)
+    return rows[:, 0].astype(np.int64), np.concatenate([low, high], 1) * size
+
+
 def _carla(folder: Path) -> list[Sample]:
     samples = []
     labelled = np.ones(ex.CLASSES, bool)
@@ -59,18 +71,13 @@ def _carla(folder: Path) -> list[Sample]:
         image = cv2.imread(str(path))
         if image is None:
             raise SystemExit(f"cannot read {path}")
-        h, w = image.shape[:2]
-        text = (folder / "labels" / "train" / f"{path.stem}.txt").read_text().split()
-        rows: ex.F32 = np.array(text, np.float32).reshape(-1, 5)
-        rows = rows[np.isin(rows[:, 0], list(GROUPS))]
-        corners = np.concatenate(
-            [rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2], 1
-        )
-        classes = np.zeros((len(rows), ex.CLASSES), bool)
-        for n, row in enumerate(rows):
-            classes[n, list(GROUPS[int(row[0])])] = True
-        boxes = (corners * np.array([w, h, w, h], np.float32)).astype(np.float32)
-        sure = np.ones(len(rows), bool)
+        indices, boxes = carla_boxes(folder, path.stem, image.shape)
+        used = np.isin(indices, list(GROUPS))
+        indices, boxes = indices[used], boxes[used]
+        classes = np.zeros((len(boxes), ex.CLASSES), bool)
+        for n, index in enumerate(indices):
+            classes[n, list(GROUPS[int(index)])] = True
+        sure = np.ones(len(boxes), bool)
         samples.append(Sample(np.asarray(image, np.uint8), boxes, classes, sure, labelled, 0))
     return samples
 

@@ -161,7 +161,7 @@ class Targets:
         if not len(gt):
             return
         middle = (gt[:, None, :2] + gt[:, None, 2:]) / 2
-        away = ((c[None] - middle).abs().amax(2) / strides[0]).clamp(min=0)
+        away = (c[None] - middle).abs().amax(2) / strides[0]
         inside |= away < 0.8  # the nearest anchors of a box smaller than their stride
         iou, _ = overlaps(gt[:, None], boxes[None])
         score = torch.stack([scores[k].amax(0) for k in classes])
@@ -270,7 +270,7 @@ def train(network: Network, samples: list[td.Sample], args: argparse.Namespace) 
         for k, (raw, own) in enumerate(zip(raws, boxes)):
             last = k == len(raws) - 1
             loss = exit_loss(raw, own, None if last else deepest, targets, points)
-            total = total + loss * (1.0 if last else EXIT_WEIGHTS[k])
+            total = total + loss * EXIT_WEIGHTS[k - len(raws)]  # the control has only the last
             sums[k] += loss.item()
         shape = min(1.0, (step + 1) / 100) * (
             0.5 * (1 + math.cos(math.pi * step / args.steps)) + 0.01
